@@ -114,6 +114,12 @@ class Config(Options):
     enforce_eager: bool = False
     """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
 
+    overlap: bool | None = None
+    """Whether to launch a step before the tokens of the step before it are read, so that the device
+    does not wait for the host (chapter 11). Default: on CUDA. A step that needs the tokens first
+    does not overlap: with beams, penalties, grammars, draft tokens, classes of your own or several
+    ranks."""
+
     check_kernels: Literal["cuda", "always", "never"] = "cuda"
     """Where to compare each kernel with PyTorch before the first request. If one computes wrong
     numbers on this machine, there is a ValueError, and no engine."""

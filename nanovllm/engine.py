@@ -19,6 +19,7 @@ from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, Runner
 from nanovllm.options import refusal
+from nanovllm.overlap import Launched, pending, reads_first
 from nanovllm.processing.inputs import (
     AllParams,
     Conversations,
@@ -110,14 +111,16 @@ class LLM:
             check_made(self.scheduler, config, self.runner)
             self.planner = ScheduleChecks(self.scheduler, limits, self.states.unfinished)
 
+        is_wanted = self.runner.is_asynchronous if config.overlap is None else config.overlap
+        # a user's class may look at any token, and only rank 0 has those that it drew
+        is_possible = self.planner is self.scheduler and config.tensor_parallel_size == 1
+        self.overlaps = is_wanted and is_possible
         self.turns = Turns()  # of the threads that share the engine
         self.arrivals = count()
         self.counts = Counts()
         self.is_closed = False
         self.observers: list[Callable[[Schedule, float], None]] = []
         """Called after each step with its schedule and its seconds."""
-        self.meanwhile: list[Callable[[], object]] = []
-        """Called within each step, while the device computes it."""
 
     # --- the loop ---
 
@@ -149,20 +152,21 @@ class LLM:
         return self.states.take() if report else []
 
     def _step(self) -> None:
-        """Plans a step, runs it, and delivers its tokens. Without unfinished requests, it does
-        nothing more than settle what has come in. A step that fails is not counted."""
+        """Plans a step, launches it, and delivers its tokens. With overlap, it launches the next
+        step before it reads the tokens, so that the device does not wait (chapter 11). Without
+        unfinished requests, it does nothing more than settle what has come in. A step that fails is
+        not counted."""
         self.inbox.settle()  # new requests and aborts take effect here
         if not self.states.unfinished:
             return
         start = time.perf_counter()
         with self.recovery.of_step():  # an exception ends at most the request that caused it
-            schedule = self.planner.schedule()
-            self.recovery.schedule = schedule
-            collect = self.runner.launch(schedule)
-            for function in self.meanwhile:  # while the device computes
-                function()
-            self.planner.update(schedule, *collect())
-            self._deliver(schedule)
+            step = self.recovery.in_flight or self._launch()
+            assert step is not None, "nothing runs, so the first waiting request fits"
+            self.recovery.in_flight = self._launch_behind(step) if self.overlaps else None
+            self.recovery.schedule = step.schedule
+            self.planner.update(step.schedule, *step.read())
+            self._deliver(step.schedule)
         if self.recovery.schedule is not None:  # the step has not failed
             self._count(self.recovery.schedule, time.perf_counter() - start)
 
@@ -356,6 +360,29 @@ class LLM:
         if state.output.error is not None:
             raise state.output.error
 
+    def _launch(self) -> Launched | None:
+        """Plans a step, and lets the device start it. Returns None if there is nothing to compute:
+        all that runs ends with its pending token."""
+        schedule = self.planner.schedule()
+        if not schedule.items:
+            return None
+        self.recovery.schedule = schedule
+        return Launched(schedule, self.runner.launch(schedule))
+
+    def _launch_behind(self, step: Launched) -> Launched | None:
+        """Launches the next step while the device computes this one, if it can be planned without
+        the tokens of this one."""
+        is_suspect = bool(self.recovery.suspects)  # it runs alone
+        if is_suspect or reads_first(self.scheduler, step.schedule):
+            return None
+        if not step.schedule.has_advanced:
+            self.scheduler.advance(step.schedule)
+        with pending(step.schedule):
+            behind = self._launch()
+        if behind is not None:  # now: tokens that are read next may free its blocks
+            self.scheduler.advance(behind.schedule)
+        return behind
+
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.
         Sequences that end by their text are finished."""
@@ -367,12 +394,17 @@ class LLM:
         for state in news:
             for seq in self.states.report(state):
                 self.scheduler.finish(seq, seq.finish_reason or "stop")
+        behind = self.recovery.in_flight
+        if behind is not None and not self.states.unfinished:  # no request waits for its tokens
+            schedule.num_wasted += len(behind.schedule.sampled)
+            self.recovery.in_flight = None
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
         self.counts.steps += 1
         self.counts.seconds += seconds
         self.counts.computed_tokens += schedule.num_tokens
         self.counts.output_tokens += len(schedule.sampled)
+        self.counts.wasted_tokens += schedule.num_wasted
         self.counts.peak_blocks = max(self.counts.peak_blocks, schedule.num_used_blocks)
         for observer in [*self.observers]:  # a copy: an observer may leave
             observer(schedule, seconds)

@@ -78,6 +78,7 @@ class ModelRunner:
         self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
         self.graphs: StepGraphs | None = None
+        self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
         self.host_cache: Any = None  # a HostCache, with host blocks
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
         with self.on_device(0):
@@ -232,7 +233,10 @@ class ModelRunner:
 
             sampled_rows = torch.cat([sampled_rows, rows_to_score(schedule.scored, end_of)])
         input_ids = torch.frombuffer(token_ids, dtype=torch.int64)
-        return StepInputs(input_ids, positions, batch, sampled_rows, sampling, schedule.moves)
+        step = StepInputs(input_ids, positions, batch, sampled_rows, sampling, schedule.moves)
+        if input_ids.lt(0).any():
+            step.last_token_ids = self.last_token_ids
+        return step
 
     # --- tensors become hidden states, on the device ---
 
@@ -250,6 +254,7 @@ class ModelRunner:
                 return self.graphs.run(inputs, size)
         if self.device.type != "cpu":
             inputs = inputs.to(self.device)
+        inputs.fill_in_pending()
         inputs.batch.layout = self.ops.layout(inputs.batch)
         hidden = self.model(inputs.input_ids, inputs.positions, inputs.batch)
         return hidden, inputs
@@ -283,7 +288,8 @@ class ModelRunner:
 
                     adjusted = adjusted_logits(logits, seqs)
                 token_ids = self.ops.sample(adjusted, inputs.sampling)
-            results = [token_ids.where(highest.isfinite(), NO_TOKEN)]
+            self.last_token_ids = token_ids.where(highest.isfinite(), NO_TOKEN)
+            results = [self.last_token_ids]
             if any(k is not None for k in wanted):
                 most = max(k for k in wanted if k is not None)
                 values, ids = top_logprobs(logits, token_ids, min(most, self.vocab_size))
@@ -293,12 +299,33 @@ class ModelRunner:
             from nanovllm.topics.decoding.prompt_logprobs import PromptScores  # chapter 08
 
             scores = PromptScores(schedule.scored, hidden[len(seqs) :], self.model.lm_head)
-        return partial(collect, results, wanted, scores)
+        arrived = None
+        if self.device.type == "cuda":
+            results, arrived = on_the_way(results)
+        return partial(collect, results, arrived, wanted, scores)
 
 
-def collect(results: list[Tensor], wanted: list[int | None], scores: Any) -> Drawn:
+def on_the_way(results: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
+    """Copies the results to the host right behind the step, so that reading them does not wait for
+    what is launched later. They are there once the event has happened."""
+    copies = [torch.empty_like(one, device="cpu", pin_memory=True) for one in results]
+    for copy, one in zip(copies, results):
+        copy.copy_(one, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return copies, arrived
+
+
+def collect(
+    results: list[Tensor],
+    arrived: torch.cuda.Event | None,
+    wanted: list[int | None],
+    scores: Any,
+) -> Drawn:
     """Waits for the results of `sample`. Each sequence gets the log-probability of its token, and
     those of as many of the most likely tokens as it wants."""
+    if arrived is not None:
+        arrived.synchronize()
     if scores is not None:
         scores.deliver()
     if not results:

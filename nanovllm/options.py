@@ -75,7 +75,7 @@ class PromptTooLong(ValueError):
 
 
 def rule_of_type(kind: Any) -> Rule:
-    if kind in (bool, "bool"):
+    if kind in (bool, "bool", bool | None):
         return Rule(lambda value: isinstance(value, bool), "True or False")
     *others, last = choices = get_args(kind)
     return Rule(lambda value: value in choices, f"{', '.join(others)} or {last}")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.overlap import Launched
 from nanovllm.processing.states import RequestState, RequestStates
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
@@ -37,6 +38,7 @@ class Recovery:
     new_block_manager: Callable[[], BlockManager]
     is_changing: bool = False  # while the state changes; still set if that was interrupted
     schedule: Schedule | None = None  # of the step that runs
+    in_flight: Launched | None = None  # the step behind it, which has been launched already
     suspects: deque[Request] = field(default_factory=deque)
     """Requests of a step that failed. The first one runs alone; all other requests wait."""
     has_passed: bool = False  # whether the first suspect has got a token
@@ -106,6 +108,7 @@ class Recovery:
         interrupted."""
         self.is_changing = True
         self.schedule = None
+        self.in_flight = None
         self.has_passed = False
         states = [*self.states.unfinished.values()]
         for state in states:

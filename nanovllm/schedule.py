@@ -44,6 +44,8 @@ class Schedule:
     """Items whose prompts' log-probabilities are wanted."""
     moves: Moves = field(default_factory=Moves)
     num_used_blocks: int = 0  # of the KV cache, while the step runs
+    has_advanced: bool = False  # whether Scheduler.advance has counted its tokens as computed
+    num_wasted: int = 0  # tokens that were drawn for sequences that had ended
 
     @property
     def num_tokens(self) -> int:

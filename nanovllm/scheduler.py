@@ -245,7 +245,10 @@ class Scheduler:
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
             return self.groups.tokens_to_compute(request, schedule)
-        return schedule.next_tokens(seqs[0], len(seqs[0].token_ids) - seqs[0].num_computed_tokens)
+        seq = seqs[0]
+        # the last token of a sequence is never fed to the model; it may be pending (chapter 11)
+        num_fed = min(len(seq.token_ids), request.max_len - 1)
+        return schedule.next_tokens(seq, num_fed - seq.num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
         """Allocates blocks for each item, and adds it to the schedule."""
@@ -254,7 +257,8 @@ class Scheduler:
             seq, start, num_tokens = item
             manager.allocate(seq, num_tokens)
             end = start + num_tokens
-            if end // manager.block_size > len(seq.prefix_ids):  # a block becomes full
+            # a block becomes full; if its last token is pending, `_append` caches the block
+            if end // manager.block_size > len(seq.prefix_ids) and seq.token_ids[end - 1] >= 0:
                 manager.cache_full_blocks(seq, end)
             schedule.add(item)
 
@@ -276,21 +280,28 @@ class Scheduler:
 
     # --- a step has run ---
 
+    def advance(self, schedule: Schedule) -> None:
+        """Counts the tokens of a step as computed: all blocks are written, or will be before a
+        later step reads them. Requests fork whose shared tokens are complete. With overlap, the
+        engine calls it when the step is launched; otherwise `update` does."""
+        self.block_manager.unwritten.clear()
+        for seq, start, num_tokens in schedule.items:
+            seq.num_computed_tokens = start + num_tokens
+            if not seq.request.has_forked:
+                self.groups.fork(seq.request, self.block_manager)
+        schedule.has_advanced = True
+
     def update(
         self, schedule: Schedule, token_ids: list[int], logprobs: StepLogprobs = None
     ) -> None:
         """Processes the result of a step: a token for each of `schedule.sampled`, and the
         log-probabilities of the most likely tokens if a request wants them.
 
-        All blocks are written now. First, computed tokens are counted, and requests fork whose
-        shared tokens are complete. Then draft tokens are accepted, searches advance, and each row
-        that is left is appended to its sequence.
+        First, computed tokens are counted, and requests fork: see `advance`. Then draft tokens are
+        accepted, searches advance, and each row that is left is appended to its sequence.
         """
-        self.block_manager.unwritten.clear()
-        for seq, start, num_tokens in schedule.items:
-            seq.num_computed_tokens = start + num_tokens
-            if not seq.request.has_forked:
-                self.groups.fork(seq.request, self.block_manager)
+        if not schedule.has_advanced:
+            self.advance(schedule)
         likeliest = logprobs or [None] * len(token_ids)
         rows: Rows = zip(schedule.sampled, token_ids, likeliest, strict=True)
         if self.proposer is not None:
@@ -308,6 +319,8 @@ class Scheduler:
         if seq.logprobs is not None:
             seq.logprobs.append(likeliest or {})
         seq.token_ids.append(token_id)
+        if seq.num_computed_tokens == len(seq.token_ids):  # by the step that is in flight
+            self.block_manager.cache_full_blocks(seq, seq.num_computed_tokens)
         reason = self.reason_to_end(seq)
         if reason is not None or len(seq.token_ids) >= seq.request.max_len:
             self.finish(seq, reason or "length")

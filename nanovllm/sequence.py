@@ -57,6 +57,11 @@ class Sequence:
         """The seed of the sequence's random numbers: each output of a request has its own."""
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
 
+    def forget_pending(self) -> None:
+        """Takes away a pending token, if it has one (overlap.py)."""
+        if self.token_ids[-1] < 0:
+            self.token_ids.pop()
+
     def forget_blocks(self) -> None:
         """Forgets all blocks, after the cache was cleared."""
         self.num_computed_tokens = 0
@@ -169,6 +174,8 @@ class Request:
         self.has_forked = False
         if self.is_new:
             return
+        for seq in self.sequences:
+            seq.forget_pending()
         shortest = min((len(seq) for seq in self.unfinished), default=0)
         for seq in self.sequences:
             if seq.finish_reason is None:

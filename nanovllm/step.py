@@ -25,6 +25,7 @@ class StepInputs:
     sampled_rows: Tensor  # [S] int64, which of the T: first those that draw, then those of prompts
     sampling: Sampling | None = None  # how tokens are drawn; None if each is just the likeliest
     moves: Moves = field(default_factory=Moves)  # of blocks, before the model runs
+    last_token_ids: Tensor | None = None  # that the last step drew, if some `input_ids` are pending
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
@@ -44,6 +45,17 @@ class StepInputs:
         if self.sampling is not None:
             tensors |= tensors_of(self.sampling)
         return tensors
+
+    def fill_in_pending(self) -> None:
+        """Replaces each pending token, -1 - row, by the token that the last step drew in this row.
+        All is on the device, which may still compute the last step."""
+        if self.last_token_ids is None:
+            return
+        ids = self.input_ids
+        rows = (-1 - ids).clamp(min=0)
+        drawn = self.last_token_ids[rows]
+        drawn = drawn.clamp(min=0)  # not NO_TOKEN, with which the last step fails when it is read
+        ids.copy_(drawn.where(ids < 0, ids))
 
     def to(self, device: torch.device, buffer: Tensor | None = None) -> "StepInputs":
         """The same step on a device, see `move`."""

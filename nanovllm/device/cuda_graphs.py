@@ -128,6 +128,7 @@ class StepGraphs:
         """Hidden states of a step, and the step as it was computed: padded, on the device."""
         step = self.padded(step, size)
         step = step.to(self.device, self.buffer)
+        step.fill_in_pending()
         return self.replays[size](), step
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
@@ -139,4 +140,5 @@ class StepGraphs:
             if name != "block_tables":
                 whole[:num_decodes] = inputs[name][:num_decodes]
         rows.batch.block_tables = step.batch.block_tables
-        return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)
+        own = {"sampled_rows": step.sampled_rows, "sampling": step.sampling}
+        return replace(rows, **own, last_token_ids=step.last_token_ids)

@@ -16,6 +16,7 @@ class Counts:
     steps: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    wasted_tokens: int = 0  # sampled by a step that was launched before their sequence ended
     peak_blocks: int = 0  # the most KV blocks in use in a step
     seconds: float = 0.0  # of all steps
 
@@ -42,6 +43,7 @@ def stats_of(
         "failed_steps": num_failed_steps,
         "computed_tokens": counts.computed_tokens,
         "output_tokens": counts.output_tokens,
+        "wasted_tokens": counts.wasted_tokens,
         "seconds": counts.seconds,
         "output_tokens_per_second": speed,
     }

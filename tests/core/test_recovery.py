@@ -316,11 +316,13 @@ def test_a_step_that_fails_loses_no_text(monkeypatch):
         raise MemoryError
 
     def failing(schedule):
-        calls.append(1)
         collect = launch(schedule)
-        if len(calls) in (5, 10):  # some have just ended
+        if llm.recovery.suspects:
+            return collect
+        calls.append(1)
+        if len(calls) in (5, 9):  # some have just ended
             return fail
-        if len(calls) == 16:
+        if len(calls) == 12:
             raise MemoryError
         return collect
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from defaults import check_with
 from fake_model import FakeRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -605,9 +604,3 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         server.check_idle()
     assert all(counts[path, 2] > 0 for path in (bodies if is_slow else often[:2])), counts
     assert sum(counts[path, 4] for path in often[:2]) > 4, counts
-
-
-@pytest.mark.slow
-def test_what_holds_for_a_cpu_holds_for_news_that_are_made_a_step_later():
-    """As on a GPU."""
-    check_with("asynchronous_default", ["server/test_server.py"], "-k", "stream or stop or tool")

@@ -8,7 +8,6 @@ Tests import this file. An example that does: pytest tests/core/test_scheduler.p
 
 import random
 import zlib
-from functools import partial
 
 from nanovllm.sequence import Sequence
 from nanovllm.topics.decoding.beam_search import Beam
@@ -44,13 +43,20 @@ class FakeRunner:
         # (block, offset) -> prefix that ends here
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[int, list] = {}  # host block -> what it holds
+        self.drawn: list[int] = []  # by the last step
 
     def slot(self, seq, i: int) -> tuple[int, int]:
         return seq.block_table[i // self.block_size], i % self.block_size
 
+    def token_ids(self, seq) -> list[int]:
+        """With overlap, the last one may be pending: it is what the last step drew."""
+        *known, last = seq.token_ids
+        return [*known, self.drawn[-1 - last] if last < 0 else last]
+
     def write(self, seq, start: int, num_tokens: int) -> None:
+        token_ids = self.token_ids(seq)
         for i in range(start, start + num_tokens):
-            self.cache[self.slot(seq, i)] = tuple(seq.token_ids[: i + 1])
+            self.cache[self.slot(seq, i)] = tuple(token_ids[: i + 1])
 
     def read(self, block) -> list:
         return [self.cache.get((block, i)) for i in range(self.block_size)]
@@ -72,14 +78,16 @@ class FakeRunner:
 
     def check(self, seq) -> None:
         """Every computed token of the sequence is in the cache, and is its own."""
+        token_ids = self.token_ids(seq)
         for i in range(seq.num_computed_tokens):
             assert i < len(seq.block_table) * self.block_size, f"{seq} has no block for token {i}"
             found = self.cache.get(self.slot(seq, i))
             place = f"block {seq.block_table[i // self.block_size]}"
-            assert found == tuple(seq.token_ids[: i + 1]), f"{seq}: {place} does not hold token {i}"
+            assert found == tuple(token_ids[: i + 1]), f"{seq}: {place} does not hold token {i}"
 
     def launch(self, schedule):
-        return partial(self.run, schedule)
+        result = self.run(schedule)  # now: a later step may be planned before the result is read
+        return lambda: result
 
     def run(self, schedule) -> tuple[list[int], list[dict[int, float] | None]]:
         """A token for each of `schedule.sampled`, and the likeliest ones for beams."""
@@ -100,6 +108,7 @@ class FakeRunner:
             count = seq.request.num_logprobs
             wants_some = count is not None
             logprobs.append(likeliest(prefix, count, self.vocab_size) if wants_some else None)
+        self.drawn = tokens
         return tokens, logprobs
 
 

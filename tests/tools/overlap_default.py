@@ -1,23 +1,11 @@
-"""A plugin for pytest: servers believe that each device computes behind the host, as a GPU does.
+"""A plugin for pytest: engines launch a step before the tokens of the last one are read.
 
-    PYTHONPATH=tests/tools pytest -p asynchronous_default tests/server/test_server.py
+    PYTHONPATH=tests/tools pytest -p overlap_default tests/core/test_recovery.py
 
-So whatever holds for news that are made at once is asked of news that are made in the next step, too.
+So whatever holds for one step after the other is asked of two steps in flight, too.
 """
 
-from fake_model import FakeRunner
-from server_tools import Parrot
+from nanovllm.config import Config
 
-from nanovllm.model_runner import ModelRunner
-
-plain_init = ModelRunner.__init__
-
-
-def new_init(self, *args):
-    plain_init(self, *args)
-    self.is_asynchronous = True
-
-
-ModelRunner.__init__ = new_init
-FakeRunner.is_asynchronous = True
-Parrot.is_asynchronous = True
+Config.overlap = True
+Config.__init__.__kwdefaults__["overlap"] = True

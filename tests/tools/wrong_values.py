@@ -78,6 +78,7 @@ FIELDS: dict[Any, list[tuple[str, str, list]]] = {
         ("tensor_parallel_size", COUNT, [0]),
         ("rank_timeout", "a number of seconds, at least 1", [0, 0.5, -1.0, nan, "60", None, True]),
         ("enforce_eager", BOOL, [1]),
+        ("overlap", f"{BOOL}, or None", [1, "yes"]),
         ("check_kernels", "cuda, always or never", [True]),
         ("speculative_config", "a dict of SpeculativeConfig's fields, or None", [5]),
         ("scheduler_cls", "a subclass of Scheduler, or None", [int, Scheduler.__new__(Scheduler)]),

@@ -65,7 +65,11 @@ def tokens_to_compute(request: Request, schedule: Schedule) -> list[Item]:
     if not request.has_forked:
         num_missing = request.num_shared_tokens - seqs[0].num_computed_tokens
         return schedule.next_tokens(seqs[0], num_missing)
-    missing = [seq.num_missing_tokens for seq in seqs]
+    # the last token is never fed to the model; it may be pending (chapter 11)
+    most = request.max_len - 1
+    missing = [min(len(seq), most) - seq.num_computed_tokens for seq in seqs]
+    if max(missing) == 0:
+        return []
     if max(missing) == 1:
         if len(seqs) > schedule.tokens_left:
             return []

@@ -175,10 +175,6 @@ class AsyncLLM(Backend):
         self.live: dict[Request, StreamReader] = {}
         self.sampled: set[Request] = set()
         self.is_stopping = False
-        # on a GPU, deltas are made while it computes the next step
-        self.is_late = llm.runner.is_asynchronous
-        if self.is_late:
-            llm.meanwhile.append(self._report)
         llm.observers.append(self._observe)
         self.thread = Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -228,8 +224,6 @@ class AsyncLLM(Backend):
             self._tell(self._die, f"the engine has stopped ({name}); the server's log says more")
         finally:
             self.llm.observers.remove(self._observe)
-            if self.is_late:
-                self.llm.meanwhile.remove(self._report)
 
     def _read_inbox(self) -> None:
         """Takes requests and aborts from the inbox. It waits if no request runs."""
@@ -270,8 +264,7 @@ class AsyncLLM(Backend):
             self._drop([*self.live])
             self._tell(self._deliver, news)
             return
-        if not (self.is_late and self.llm.has_unfinished()):
-            self._report()
+        self._report()
 
     def _report(self) -> None:
         """Sends the event loop what is new since the last call."""

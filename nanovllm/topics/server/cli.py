@@ -122,7 +122,7 @@ def help_of(field: Field, meaning: str) -> str:
 
 def how_to_read(kind: Any) -> dict[str, Any]:
     """The function that turns the option's text into a value of this type."""
-    if kind is bool:
+    if kind in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
         return {"metavar": f"{{{','.join(get_args(kind))}}}"}

@@ -1,0 +1,67 @@
+"""Overlap: a step is launched before the tokens of the step before it are read (chapter 11).
+
+What a plan needs of these tokens is their number, not their values. So while a step is planned and
+launched, each sequence that the step before samples has one more token, which is *pending*. No code
+that looks at the values of tokens ever sees one. Imports no torch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import compress
+from typing import NamedTuple
+
+from nanovllm.schedule import Drawn, Schedule
+from nanovllm.scheduler import Scheduler
+
+
+class Launched(NamedTuple):
+    """A step that has been launched, and whose tokens have not been read yet."""
+
+    schedule: Schedule
+    collect: Callable[[], Drawn]
+
+    def read(self) -> Drawn:
+        """Waits for the tokens. Those of sequences that have ended since the launch are dropped,
+        and leave the schedule, too."""
+        token_ids, logprobs = self.collect()
+        schedule = self.schedule
+        if not schedule.has_advanced:  # no step was read since the launch
+            return token_ids, logprobs
+        is_wanted = [seq.finish_reason is None for seq in schedule.sampled]
+        schedule.num_wasted = is_wanted.count(False)
+        if schedule.num_wasted:
+            schedule.sampled = dict(compress(schedule.sampled.items(), is_wanted))
+            token_ids = [*compress(token_ids, is_wanted)]
+            logprobs = logprobs and [*compress(logprobs, is_wanted)]
+        return token_ids, logprobs
+
+
+def reads_first(scheduler: Scheduler, schedule: Schedule) -> bool:
+    """Whether the step behind this one can only be planned once the tokens of this one are read."""
+    if scheduler.proposer is not None:
+        return True  # draft tokens follow from the last tokens
+    if schedule.scored:
+        return True  # a prompt that lacks log-probabilities takes no blocks from the prefix cache
+    num_seqs = sum([request.params.n for request in scheduler.running])
+    if scheduler.block_manager.num_free_blocks < num_seqs:
+        return True  # a request might be preempted, although another one ends with this step
+    for seq in schedule.sampled:
+        request = seq.request
+        # beams go on or end by their tokens; penalties and grammars look at tokens on the host
+        if request.is_search or request.needs_rules:
+            return True
+    return False
+
+
+@contextmanager
+def pending(schedule: Schedule) -> Iterator[None]:
+    """Gives each unfinished sequence that this step samples a pending token: the id -1 - row, where
+    row is its place in `schedule.sampled`. At the end, the pending tokens are taken away again."""
+    try:
+        for row, seq in enumerate(schedule.sampled):
+            if seq.finish_reason is None:
+                seq.token_ids.append(-1 - row)
+        yield
+    finally:
+        for seq in schedule.sampled:
+            seq.forget_pending()

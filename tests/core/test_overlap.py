@@ -1,0 +1,435 @@
+"""With overlap, a step is launched before the tokens of the last one are read.
+
+The device is simulated: its clock goes on while the host does something else. Its tokens are those of fake_model.py, which
+reads what the KV cache holds when the step is launched.
+
+Run: pytest tests/core/test_overlap.py
+"""
+
+import random
+
+import pytest
+import torch
+from defaults import check_with
+from fake_engine import (
+    SETTINGS,
+    VOCAB_SIZE,
+    Boom,
+    add_all,
+    check_clean,
+    check_others,
+    go_on,
+    new_llm,
+    raise_at,
+    result,
+)
+from fake_model import FakeRunner
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.block_manager import BlockManager
+from nanovllm.overlap import Launched, pending
+from nanovllm.schedule import Schedule
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+
+COMPUTE = 100  # the time that a step takes on the device ...
+LAUNCH = 7  # ... and on the host
+
+
+class Device(FakeRunner):
+    """`time` is the host's, `free_at` when the device has done all that was launched. Counts the steps that were launched
+    before the tokens of the step before them were read."""
+
+    is_asynchronous = True
+
+    def __init__(self, num_blocks: int):
+        super().__init__(4, VOCAB_SIZE, num_blocks)
+        self.time, self.free_at, self.num_launched = 0, 0, 0
+        self.num_unread = self.num_overlapping = 0
+
+    def launch(self, schedule):
+        self.num_overlapping += self.num_unread > 0
+        self.num_launched += 1
+        self.num_unread += 1
+        self.time += LAUNCH
+        self.free_at = free_at = max(self.time, self.free_at) + COMPUTE
+        collect = super().launch(schedule)
+
+        def wait():
+            self.num_unread -= 1
+            self.time = max(self.time, free_at)
+            return collect()
+
+        return wait
+
+
+def device_llm(num_blocks: int = 200, **options) -> LLM:
+    return LLM(
+        runner=Device(num_blocks), num_blocks=num_blocks, block_size=4, max_model_len=100, **options
+    )
+
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+def params(length: int, **options) -> SamplingParams:
+    return SamplingParams(seed=length, max_tokens=length, ignore_eos=True, **options)
+
+
+# --- what it gains ---
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"), [(True, LAUNCH + 20 * COMPUTE), (False, 20 * (LAUNCH + COMPUTE))]
+)
+def test_the_device_does_not_wait_for_the_host(overlap, expected):
+    llm = device_llm(overlap=overlap)
+    llm.generate([PROMPT] * 5, [params(n) for n in (4, 9, 9, 15, 20)], use_tqdm=False)
+    assert llm.runner.time == expected
+    assert llm.runner.num_launched == 20  # none for a sequence that is known to end
+    assert llm.stats()["wasted_tokens"] == 0
+
+
+def test_it_is_the_default_where_the_device_computes_by_itself():
+    assert device_llm().overlaps and not new_llm(overlap=None).overlaps
+    assert device_llm(overlap=False).overlaps is False
+    assert LLM(num_blocks=10, overlap=None).overlaps is False
+
+
+def test_a_request_that_comes_in_waits_for_one_step_more():
+    """The next step has been launched without it."""
+    num_calls = {}
+    for overlap in (True, False):
+        llm = device_llm(overlap=overlap)
+        llm.add_request(PROMPT, params(30), "first")
+        llm.step()
+        llm.add_request(PROMPT, params(2), "late")
+        num_calls[overlap] = 1
+        while "late" not in [output.request_id for output in llm.step()]:
+            num_calls[overlap] += 1
+    assert num_calls == {True: 2, False: 1}
+
+
+# --- what it costs ---
+
+
+def test_a_token_behind_the_last_one_is_wasted():
+    """The sequence ends by its token, when the next step has been launched: one token is computed for nothing."""
+    alone = device_llm().generate(PROMPT, params(20), use_tqdm=False)[0].outputs[0].token_ids
+    stop = alone[6]
+    llm = device_llm()
+    (output,) = llm.generate(PROMPT, params(20, stop_token_ids=[stop]), use_tqdm=False)
+    assert output.outputs[0].token_ids == alone[: alone.index(stop) + 1]
+    stats = llm.stats()
+    assert (stats["wasted_tokens"], stats["output_tokens"]) == (1, alone.index(stop) + 1)
+    check_clean(llm)
+
+
+def test_the_tokens_of_others_are_kept():
+    lone = [device_llm().generate([[i] * 5], params(12), use_tqdm=False)[0] for i in range(4)]
+    stops = [[lone[i].outputs[0].token_ids[3 * i]] for i in range(4)]
+    llm = device_llm()
+    each = [params(12, stop_token_ids=stop, logprobs=1) for stop in stops]
+    together = llm.generate([[i] * 5 for i in range(4)], each, use_tqdm=False)
+    for i, (one, alone) in enumerate(zip(together, lone)):
+        (got,) = one.outputs
+        assert got.token_ids == alone.outputs[0].token_ids[: 3 * i + 1]
+        assert [next(iter(entry)) for entry in got.logprobs] == [
+            next(iter(entry)) for entry in got.logprobs
+        ]
+        assert len(got.logprobs) == len(got.token_ids)
+    assert llm.stats()["wasted_tokens"] == 4 and llm.stats()["output_tokens"] == 1 + 4 + 7 + 10
+    check_clean(llm)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_abort_while_a_step_is_in_flight(is_first):
+    llm = device_llm()
+    names = ["first", "second"]
+    for name in names:
+        llm.add_request(PROMPT, params(30), name)
+    for _ in range(5):
+        llm.step()
+    assert llm.recovery.in_flight is not None
+    llm.abort(names[not is_first])
+    outputs = go_on(llm)
+    expected = device_llm().generate(PROMPT, params(30), use_tqdm=False)[0]
+    assert result(outputs[names[is_first]]) == result(expected)
+    assert llm.stats()["wasted_tokens"] == 1
+    check_clean(llm)
+
+
+def test_a_block_that_becomes_full_is_found_as_without_overlap():
+    """It is cached once its last token is known; also if this was the last token that its sequence computes."""
+    found = {}
+    for overlap in (True, False):
+        llm = device_llm(overlap=overlap)
+        found[overlap] = []
+        for length in range(1, 12):
+            (first,) = llm.generate(PROMPT, params(length), use_tqdm=False)
+            again = PROMPT + first.outputs[0].token_ids
+            (second,) = llm.generate([again], params(1), use_tqdm=False)
+            found[overlap].append(second.num_cached_tokens)
+        check_clean(llm)
+    assert found[True] == found[False]
+
+
+# --- what needs the tokens of a step first ---
+
+
+class Own(Scheduler):
+    pass
+
+
+class OwnBlocks(BlockManager):
+    pass
+
+
+GRAMMAR = {"regex": "[0-9]{1,9}"}
+FIRST = {
+    "beams": BeamSearchParams(beam_width=2, max_tokens=9),
+    "penalty": params(9, repetition_penalty=1.2),
+    "bias": params(9, logit_bias={5: 1.0}),
+    "bad words": params(9, bad_words=["a"]),
+    "grammar": SamplingParams(max_tokens=9, structured_outputs=GRAMMAR),
+}
+ALONE = {
+    "draft tokens": dict(speculative_config={"num_speculative_tokens": 2}),
+    "a user's scheduler": dict(scheduler_cls=Own),
+    "a user's block manager": dict(block_manager_cls=OwnBlocks),
+    "off": dict(overlap=False),
+}
+OVERLAPS = {
+    "greedy": params(9, temperature=0),
+    "drawn": params(9, top_k=5, top_p=0.9),
+    "logprobs": params(9, logprobs=2),
+    "stop": params(9, stop=["xyz"]),
+    "samples": params(9, n=3),
+}
+
+
+@pytest.mark.parametrize("name", [*FIRST, *ALONE, *OVERLAPS])
+def test_which_steps_overlap(name):
+    llm = device_llm(**ALONE.get(name, {}))
+    llm.generate(PROMPT, {**FIRST, **OVERLAPS}.get(name, params(9)), use_tqdm=False)
+    assert llm.runner.num_launched >= (2 if name == "grammar" else 5)
+    expected = llm.runner.num_launched - 1 if name in OVERLAPS else 0
+    assert llm.runner.num_overlapping == expected
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_read_first():
+    """The tokens behind it overlap."""
+    llm = device_llm(max_num_seqs=4, max_num_batched_tokens=4)
+    (request,) = [llm.inputs.request(PROMPT, params(9, prompt_logprobs=0))]
+    llm._submit(request)
+    llm.step()
+    request.prompt_logprobs += [{}] * 3  # the model of this test scores no prompts
+    assert llm.runner.num_overlapping == 0
+    llm.step()
+    request.prompt_logprobs += [{}] * 2
+    assert llm.runner.num_overlapping == 0
+    go_on(llm)
+    assert llm.runner.num_overlapping == llm.runner.num_launched - 3
+
+
+def test_a_step_that_might_preempt_is_planned_with_the_tokens():
+    """Two sequences, and one free block: it is planned as without overlap, and no request loses its blocks for nothing."""
+    llm = device_llm(num_blocks=9, max_num_seqs=2)
+    outputs = llm.generate([PROMPT, PROMPT[::-1]], params(12), use_tqdm=False)
+    assert {len(output.outputs[0].token_ids) for output in outputs} == {12}
+    assert 0 < llm.runner.num_overlapping < llm.runner.num_launched - 1
+    check_clean(llm)
+
+
+# --- the same tokens ---
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_kinds_of_requests_get_their_answers(setting):
+    llm = new_llm(**SETTINGS[setting], overlap=True)
+    add_all(llm)
+    check_others(go_on(llm))
+    check_clean(llm)
+
+
+def mixture(seed: int) -> tuple[list, list]:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(5, 1000) for _ in range(draw.randrange(1, 60))] for _ in range(16)]
+    prompts[5:7] = [[*prompts[3], 7], [*prompts[3], 9, 8]]
+    options = [
+        {},
+        {"temperature": 0},
+        {"stop": ["the", " a"]},
+        {"n": 3},
+        {"logprobs": 2},
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 0, "ignore_eos": True},
+    ]
+    rare = [{"repetition_penalty": 1.1}, {"prompt_logprobs": 1}, {"n": 2, "logprobs": 0}]
+    chosen = [draw.choice(options if seed % 2 else options + rare) for _ in prompts]
+    return prompts, [
+        SamplingParams(seed=i, max_tokens=4 + 3 * i % 29, **one) for i, one in enumerate(chosen)
+    ]
+
+
+def exact(output) -> list:
+    """All but log-probabilities, which depend on the batch in their last digits: of these, which tokens they are of."""
+    return [
+        (
+            each.token_ids,
+            each.text,
+            each.finish_reason,
+            each.stop_reason,
+            [*map(list, each.logprobs or [])],
+        )
+        for each in output.outputs
+    ]
+
+
+def logprobs(output) -> list[float]:
+    entries = [entry for each in output.outputs for entry in each.logprobs or []]
+    entries += [entry for entry in output.prompt_logprobs or [] if entry]
+    return [value for entry in entries for value in entry.values()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(num_blocks=40, max_num_batched_tokens=64),
+        dict(num_blocks=32, max_num_batched_tokens=48, preemption_mode="swap", swap_gib=0.05),
+        dict(max_num_seqs=5, block_size=4, num_blocks=130),
+        dict(attention_backend="torch", block_size=1, num_blocks=400),
+    ],
+)
+def test_a_real_model_gives_the_same_answers(options, seed):
+    answers = []
+    for overlap in (True, False):
+        llm = LLM(max_model_len=128, dtype="float32", overlap=overlap, **options)
+        answers.append(llm.generate(*mixture(seed), use_tqdm=False))
+        check_clean(llm)
+    for one, other in zip(*answers):
+        assert exact(one) == exact(other)
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+@pytest.mark.parametrize("call", [1, 2, 3, 7, 12])
+def test_a_step_that_fails_once_changes_no_answer(where, call):
+    llm = new_llm(overlap=True)
+    launch, calls = llm.runner.launch, []
+
+    def fail():
+        raise Boom
+
+    def failing(schedule):
+        calls.append(1)
+        collect = launch(schedule)
+        if len(calls) != call:
+            return collect
+        return fail() if where == "launch" else fail
+
+    llm.runner.launch = failing
+    add_all(llm)
+    check_others(go_on(llm))
+    assert llm.stats()["failed_steps"] == 1
+    check_clean(llm)
+
+
+def test_a_pending_token_is_forgotten_after_an_interrupt():
+    """Also if it comes while pending tokens are taken away."""
+    llm = new_llm(overlap=True)
+    add_all(llm)
+    outputs = {output.request_id: output for output in llm.step()}
+    seqs = [seq for request in llm.requests.values() for seq in request.sequences]
+    raise_at(seqs[0], "forget_pending", 1)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            outputs |= {output.request_id: output for output in llm.step()}
+    assert all(token_id >= 0 for seq in seqs for token_id in seq.token_ids)
+    assert llm.recovery.in_flight is None
+    check_others(outputs | go_on(llm))
+    check_clean(llm)
+
+
+def test_no_row_of_pending_is_lost_if_a_sequence_has_ended():
+    """A pending token names its row among all that were drawn."""
+    request = Request("0", None, [1, 2], SamplingParams(n=3))
+    first, second, third = request.sequences
+    schedule = Schedule(sampled=dict.fromkeys(request.sequences))
+    second.finish_reason = "stop"
+    with pending(schedule):
+        assert [seq.token_ids[2:] for seq in request.sequences] == [[-1], [], [-3]]
+    assert [seq.token_ids for seq in request.sequences] == [[1, 2]] * 3
+    schedule.has_advanced = True
+    drawn = Launched(schedule, lambda: ([7, 8, 9], None)).read()
+    assert drawn == ([7, 9], None)
+    assert [*schedule.sampled] == [first, third] and schedule.num_wasted == 1
+
+
+def test_logits_that_are_nan_end_their_request_alone():
+    """The step behind must not look up a token that does not exist."""
+    llm = LLM(num_blocks=50, dtype="float32", overlap=True, max_model_len=100)
+    expected = llm.generate("1 + 1 =", params(5), use_tqdm=False)
+    head = llm.runner.model.lm_head.forward
+
+    def broken(hidden):
+        logits = head(hidden)
+        culprits = [row for row, seq in enumerate(sampled) if seq.request.request_id == "culprit"]
+        logits[culprits] = torch.nan
+        return logits
+
+    prepare = llm.runner.prepare
+    sampled = []
+
+    def noting(schedule):
+        sampled[:] = schedule.sampled
+        return prepare(schedule)
+
+    llm.runner.prepare, llm.runner.model.lm_head.forward = noting, broken
+    llm.add_request("2 + 2 =", params(5), "culprit")
+    llm.add_request("1 + 1 =", params(5), "innocent")
+    outputs = go_on(llm)
+    assert isinstance(outputs["culprit"].error, FloatingPointError)
+    assert result(outputs["innocent"]) == result(expected[0])
+    check_clean(llm)
+
+
+# --- while a step is in flight ---
+
+
+def test_close_and_reset_with_a_step_in_flight():
+    llm = device_llm()
+    llm.add_request(PROMPT, params(30))
+    llm.step()
+    assert llm.reset_prefix_cache()
+    llm.step()
+    assert llm.recovery.in_flight is not None
+    llm.close()
+    assert not llm.requests and llm.block_manager.num_used_blocks == 0
+
+
+def test_what_was_in_flight_when_all_were_aborted_is_dropped():
+    llm = device_llm()
+    for name in "ab":
+        llm.add_request(PROMPT, params(30), name)
+    llm.step()
+    for name in "ab":
+        llm.abort(name)
+    llm.add_request(PROMPT, params(3), "c")
+    expected = device_llm().generate(PROMPT, params(3), use_tqdm=False)[0]
+    assert result(go_on(llm)["c"]) == result(expected)
+    assert llm.stats()["wasted_tokens"] == 2
+    check_clean(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "folder", ["core/test_[!o]*.py", "decoding", "swapping", "processing", "server/test_server.py"]
+)
+def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight(folder):
+    check_with("overlap_default", [folder if "." in folder else f"{folder}/test_*.py"])
