@@ -94,7 +94,10 @@ class BlockManager:
     def can_allocate(self, items: Iterable[tuple[Sequence, int, int]]) -> bool:
         """Whether enough blocks are free for these items of a schedule: (sequence, start,
         num_tokens)."""
-        return self.num_new_blocks(items) <= len(self.free_blocks)
+        # an item takes at most this many blocks: only if they are few, it is counted exactly
+        most = sum([num_tokens // self.block_size + 2 for _, _, num_tokens in items])
+        num_free = len(self.free_blocks)
+        return most <= num_free or self.num_new_blocks(items) <= num_free
 
     def num_new_blocks(self, items: Iterable[tuple[Sequence, int, int]]) -> int:
         """The number of blocks to allocate for these items, copies included."""

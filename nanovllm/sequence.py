@@ -141,7 +141,7 @@ class Request:
 
     @property
     def has_ended(self) -> bool:
-        return all(seq.finish_reason is not None for seq in self.sequences)
+        return all([seq.finish_reason is not None for seq in self.sequences])
 
     @property
     def num_output_tokens(self) -> int:

@@ -43,6 +43,7 @@ class RequestState:
             for output in outputs:
                 output.logprobs = []
         self.texts: list[Text] = []  # of each output
+        self.no_text = () if params.include_stop_str_in_output else request.stop_token_ids
         tokenizer = self.tokenizer
         if tokenizer is not None and not request.is_search:
             self.texts = [Text(tokenizer, output, params) for output in outputs]
@@ -50,15 +51,18 @@ class RequestState:
         self.output.error = None
         self.output.finished = False
 
-    def update(self) -> None:
-        """Brings the output up to date. Ends a sequence whose text contains a stop string."""
+    def update(self) -> list[Sequence]:
+        """Brings the output up to date. Returns the sequences that end by their text, because it
+        contains a stop string."""
         if self.is_updating:  # the last update was interrupted: all is made again
             self.restart()
         self.is_updating = True
         request = self.request
+        ended = []
         if not request.is_search:  # a search has outputs only at its end
-            for i in range(len(self.output.outputs)):
-                self._update_completion(i)
+            for seq, output in zip(request.sequences, self.output.outputs):
+                if self._update_completion(seq, output):
+                    ended.append(seq)
         self.output.num_cached_tokens = request.num_cached_tokens or 0
         if request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = request.prompt_logprobs
@@ -68,18 +72,18 @@ class RequestState:
                 self.output.outputs[:] = results
             self.output.finished = True
         self.is_updating = False
+        return ended
 
-    def _update_completion(self, i: int) -> None:
-        output = self.output.outputs[i]
-        request = self.request
-        seq = request.sequences[i]
-        if seq.finish_reason == "stop" and request.rules is not None:
-            request.rules.check(seq)
-        num_prompt = len(request.prompt_token_ids)
-        stops = () if request.params.include_stop_str_in_output else request.stop_token_ids
+    def _update_completion(self, seq: Sequence, output: CompletionOutput) -> bool:
+        """Returns whether the sequence ends by its text."""
+        was_running = seq.finish_reason is None
+        if seq.finish_reason == "stop" and self.request.rules is not None:
+            self.request.rules.check(seq)
+        num_prompt = len(self.request.prompt_token_ids)
         for token_id in seq.token_ids[num_prompt + len(output.token_ids) :]:
-            is_text = bool(self.texts) and token_id not in stops
-            is_end = is_text and self.texts[i].add(token_id)  # an error is raised at each read
+            is_text = bool(self.texts) and token_id not in self.no_text
+            # an error is raised at each read
+            is_end = is_text and self.texts[output.index].add(token_id)
             output.token_ids.append(token_id)
             if is_end:
                 seq.finish_reason = "stop"
@@ -90,23 +94,30 @@ class RequestState:
             output.logprobs += new
             first = [next(iter(likeliest.values())) for likeliest in new]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(first)
-        if seq.finish_reason is not None and self.texts and self.texts[i].end():
+        if seq.finish_reason is not None:
+            self._end(seq, output)
+        return was_running and seq.finish_reason is not None
+
+    def _end(self, seq: Sequence, output: CompletionOutput) -> None:
+        if self.texts and self.texts[output.index].end():
             seq.finish_reason = "stop"
         output.finish_reason = seq.finish_reason
-        if seq.finish_reason == "stop" and output.token_ids[-1] in request.own_stop_token_ids:
+        own = self.request.own_stop_token_ids
+        if seq.finish_reason == "stop" and output.token_ids[-1] in own:
             output.stop_reason = output.stop_reason or output.token_ids[-1]
 
     def catch_up(self, error: Exception | None = None) -> list[Sequence]:
         """Brings the output up to date, or ends it with the error. Returns the sequences that it
         ends."""
-        running = self.request.unfinished
+        ended = []
         try:
-            self.update()
+            ended = self.update()
         except Exception as failure:  # from the tokenizer: no other request is affected
             error = error or failure
         if error is not None:
             self.fail(error)
-        return [seq for seq in running if seq.finish_reason is not None]
+            ended = self.request.sequences  # some of them may have ended before
+        return ended
 
     def final_output(self) -> RequestOutput:
         """The output of a request that has ended. It is made now, unless each step has updated
