@@ -281,9 +281,9 @@ ROWS = (  # name and unit, where it is in a summary, format
 )
 
 
-def table(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> str:
+def table(summaries: dict[str, dict]) -> str:
     """A column for each run. A row that no run has anything for is left out."""
-    return aligned(cells(summaries, rows))
+    return aligned(cells(summaries))
 
 
 def cells(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> list[list]:
