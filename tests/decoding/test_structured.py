@@ -472,9 +472,6 @@ def test_a_matcher_starts_again_where_tokens_have_gone(source, llm):
     assert allowed(seq) == begin
 
 
-# --- beside other parameters ---
-
-
 # --- what is refused ---
 
 REFUSED = [
@@ -563,8 +560,6 @@ def test_where_structured_outputs_do_not_belong(llm):
         llm.add_request("x", SamplingParams(structured_outputs=SamplingParams()))
     with pytest.raises(ValueError, match="no field 'structured_outputs'"):
         BeamSearchParams(structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="must be BeamSearchParams"):
-        llm.beam_search("x", params(regex="a"))
 
 
 def test_a_model_without_what_it_needs(source):
