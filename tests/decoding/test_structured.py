@@ -16,6 +16,7 @@ import jsonschema
 import llguidance
 import pytest
 import torch
+from fake_engine import go_on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -593,9 +594,7 @@ def test_a_grammar_that_becomes_too_large_ends_with_an_error(monkeypatch):
     llm.add_request("x", ambiguous, "culprit")
     for i, (prompt, one) in enumerate(NEIGHBORS):
         llm.add_request(prompt, one, str(i))
-    ended = {}
-    while llm.has_unfinished():
-        ended |= {output.request_id: output for output in llm.step() if output.finished}
+    ended = go_on(llm)
     assert "the answer cannot go on: " in str(ended["culprit"].error)
     assert ended["culprit"].outputs[0].finish_reason == "error"
     found = [one for i in range(len(NEIGHBORS)) for one in ended[str(i)].outputs]
