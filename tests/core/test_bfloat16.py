@@ -72,11 +72,3 @@ def test_a_log_probability_moves_little_with_the_batch(alone, way):
         pytest.skip("memfd_create is Linux's")
     for output, other in zip(answers(**WAYS[way]), alone, strict=True):
         compare(output, other, MOST)
-
-
-@pytest.mark.slow
-def test_in_float32_it_does_not_move():
-    expected = answers(one_by_one=True, dtype="float32")
-    for output, other in zip(answers(dtype="float32"), expected, strict=True):
-        assert output.outputs[0].token_ids == other.outputs[0].token_ids
-        compare(output, other, 1e-3)

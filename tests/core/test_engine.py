@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 from checkpoints import greedy, new_model, save
+from fake_engine import go_on
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory import largest_step
@@ -21,14 +22,6 @@ BLOCK, MAX_TOKENS = 4, 12
 def new_engine(checkpoints, **options) -> LLM:
     defaults = {"dtype": "float32", "block_size": BLOCK, "num_blocks": 200}
     return LLM(checkpoints["qwen3"][0], **defaults | options)
-
-
-def finish(llm) -> dict:
-    """Steps until all requests have ended; their outputs by id."""
-    outputs = {}
-    while llm.has_unfinished():
-        outputs |= {output.request_id: output for output in llm.step()}
-    return outputs
 
 
 def greedy_params(max_tokens=MAX_TOKENS, **kwargs) -> SamplingParams:
@@ -231,7 +224,7 @@ def test_generate_beside_requests_of_the_loop(llm, checkpoints):
     (mine_so_far,) = llm.step()  # only the loop's own request is reported to the loop
     assert mine_so_far.request_id == mine
     assert len(mine_so_far.outputs[0].token_ids) == MAX_TOKENS + 1
-    finish(llm)
+    go_on(llm)
     assert mine_so_far.finished and mine_so_far.outputs[0].token_ids[:MAX_TOKENS] == expected[0]
 
 
@@ -241,7 +234,7 @@ def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints
     short = llm.add_request(prompts[6], greedy_params())
     llm.step()
     llm.runner.kv_cache.tensor[:, :, llm.requests[sick].sequences[0].block_table] = torch.nan
-    assert finish(llm)[short].outputs[0].token_ids == expected[6]
+    assert go_on(llm)[short].outputs[0].token_ids == expected[6]
     llm.runner.kv_cache.tensor.zero_()  # nor any later test of this module
     llm.block_manager.cached_blocks.clear()
     for block in llm.block_manager.blocks:
@@ -275,7 +268,7 @@ def test_bad_requests(llm, prompts, params, message):
         llm.generate(prompts, params, use_tqdm=False)
     # nothing of a refused call was added, and the other request goes on
     assert list(llm.requests) == [running]
-    output = finish(llm)[running]
+    output = go_on(llm)[running]
     assert output.finished and len(output.outputs[0].token_ids) == 3
 
 
@@ -289,7 +282,7 @@ def test_parameters_belong_to_the_request_once_it_is_added(llm):
     biased.logit_bias[10**9] = 50.0  # there is no such token
     with pytest.raises(FrozenInstanceError):
         params.temperature = -1.0
-    assert token_ids([finish(llm)[request_id]]) == expected
+    assert token_ids([go_on(llm)[request_id]]) == expected
 
 
 def test_a_request_id_twice(llm):
@@ -298,7 +291,7 @@ def test_a_request_id_twice(llm):
         ValueError, match="request_id='a' is not allowed: a request with this id is still in use"
     ):
         llm.add_request([2], greedy_params(2), request_id="a")
-    finish(llm)
+    go_on(llm)
     assert llm.abort("a") is False
 
 
@@ -433,7 +426,7 @@ def test_the_prefix_cache_can_be_emptied(checkpoints):
     assert llm.reset_prefix_cache() and not llm.block_manager.cached_blocks
     check_blocks(llm.block_manager, request.sequences)
     assert hits() == 0
-    finish(llm)
+    go_on(llm)
     assert request.sequences[0].output_token_ids == expected[-1]
     check_blocks(llm.block_manager, [])
 

@@ -2,12 +2,9 @@
 runs to its end, no step fails, and a neighbor in the same batch gets its usual answer.
 
 Run: pytest tests/core/test_fuzz.py; with --slow four times as many
-A longer run, 10,000 requests from seed 7 on: python tests/core/test_fuzz.py 10000 7
 """
 
 import random
-import sys
-import time
 from collections import Counter
 
 import pytest
@@ -167,15 +164,3 @@ def test_whatever_is_accepted_runs(options, pytestconfig):
     counts = Fuzz(**options).run(total, seed=len(options))
     assert counts["answered"] > 0.6 * total
     assert counts["refused"] > 0.08 * total and counts["greedy"] > 0.12 * total
-
-
-if __name__ == "__main__":
-    total, first_seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    fuzz, start = (
-        Fuzz(num_blocks=110, preemption_mode=random.choice(["swap", "recompute"])),
-        time.time(),
-    )
-    for number, chunk in enumerate(range(0, total, 500)):
-        counts = fuzz.run(min(500, total - chunk), first_seed + number)
-        print(f"{chunk + 500} requests, {time.time() - start:.0f} s: {dict(counts)}", flush=True)
-    print(fuzz.llm.stats())

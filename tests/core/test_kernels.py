@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from backends import DEVICE, PROBLEM, TOLERANCE, check_attention
-from checkpoints import new_model, save
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
-from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
@@ -177,29 +175,7 @@ def test_filters_at_their_border():
     assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
 
 
-# --- the engine, and the compiler ---
-
-
-# padding rows attend to nothing: any numbers
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_the_engine_gives_the_same_tokens(tmp_path):
-    model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
-    path = save(model, tmp_path)
-    prompts, params = (
-        [[i] * (5 * i + 1) for i in range(1, 4)],
-        SamplingParams(temperature=0, max_tokens=4),
-    )
-    options = dict(dtype="float32", block_size=8, num_blocks=14, max_num_batched_tokens=24)
-    params = [params] * 2 + [SamplingParams(n=2, seed=1, max_tokens=4)]  # which copies blocks
-    outputs = [
-        LLM(path, attention_backend=backend, **options).generate(prompts, params, use_tqdm=False)
-        for backend in ("torch", "triton")
-    ]
-    torch_tokens, triton_tokens = (
-        [[o.token_ids for o in r.outputs] for r in results] for results in outputs
-    )
-    assert torch_tokens == triton_tokens
+# --- the compiler ---
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import new_model, save
+from fake_engine import go_on
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -234,9 +235,7 @@ def test_logits_that_are_not_finite_end_their_request_only(monkeypatch):
 
     monkeypatch.setattr(llm.runner.model.lm_head, "forward", only)
     ids = [llm.add_request(prompt, params) for prompt in prompts]
-    last = {}
-    while llm.has_unfinished():
-        last |= {output.request_id: output for output in llm.step()}
+    last = go_on(llm)
     assert isinstance(last[ids[0]].error, FloatingPointError)
     llm.runner.warm_up()  # a model whose weights are damaged can be loaded
     assert last[ids[1]].outputs[0].token_ids == outputs[1].outputs[0].token_ids

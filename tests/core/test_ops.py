@@ -256,22 +256,6 @@ def test_sample_from_rows_that_are_apart(backend):
     assert torch.equal(ops_of(backend).sample(padded[:, :101], options), expected)
 
 
-@pytest.mark.slow
-@backends()
-def test_sample_follows_the_distribution(backend):
-    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
-    rows, device = 600, device_of(backend)
-    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-    options = Sampling(
-        torch.ones(rows, device=device),
-        seed=zeros,
-        position=zeros + torch.arange(rows, device=device),
-    )
-    logits = probabilities.log().expand(rows, 5).contiguous().to(device)
-    counts = ops_of(backend).sample(logits, options).bincount(minlength=5).cpu() / rows
-    assert counts[1] == 0 and (counts - probabilities).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("max_top_k, all_have_top_k", [(0, False), (2, True)])
 @backends()
 def test_sample_from_the_two_highest_logits(backend, max_top_k, all_have_top_k):

@@ -330,6 +330,3 @@ def test_a_step_that_fails_loses_no_text(monkeypatch):
     outputs = llm.generate(*lengths(), use_tqdm=False)
     assert [result(output) for output in outputs] == expected
     assert llm.stats()["failed_steps"] == 3
-
-
-# --- hooks that the recovery itself calls ---

@@ -202,17 +202,6 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_short_cut_draws_what_plain_sampling_draws(dtype, ties):
-    logits = row_logits(dtype, ties)
-    everyone = [*range(len(FILTERS))]
-    limited = [i for i, (_, top_k, *_) in enumerate(FILTERS) if top_k <= 50]
-    for rows in (everyone, limited, [1, 4], *([row] for row in everyone)):
-        expected = plain.sample(logits[rows], requested(rows))
-        assert sample(logits[rows], requested(rows)).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("large, num_sorted", [(KEEP_ALL, 0), (KEEP_ALL - 1, 1)])
 def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, large, num_sorted):
     """The others get what they get alone."""
@@ -275,7 +264,7 @@ def test_a_row_draws_the_same_whatever_filters_are_beside_it(dtype, ties, backen
 
     alone = [drawn([row])[0] for row in range(10)]
     assert alone == drawn_plainly(logits[:10], requested(range(10)))
-    for kinds in ([0, 3], [0, 2], [0, 9], [1, 9], [4, 2], [6, 0], [6, 1], [5, 7], range(10)):
+    for kinds in ([0, 3, 7, 8], [0, 2], [0, 9], [1, 9], [4, 2], [6, 0], [6, 1], [5, 7], range(10)):
         rows = list(kinds)
         assert drawn(rows) == [alone[row] for row in rows], kinds
 

@@ -16,6 +16,13 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.topics.swapping.blocks import free_host
 
 
+def check_tokens(*requests, vocab_size: int = 50) -> None:
+    """Each sequence has what the model says of it alone. None reaches a model's longest context."""
+    for request in requests:
+        for seq in request.sequences:
+            assert seq.output_token_ids == expected_output(request, seq.index, 512, vocab_size)
+
+
 def test_decodes_share_a_step_with_the_chunk_of_a_long_prompt():
     scheduler, runner = new_scheduler(tokens=16), FakeRunner(4)
     scheduler.add(new_request(0, [1] * 10))
@@ -53,10 +60,8 @@ def test_last_arrived_is_preempted_and_comes_back():
     assert scheduler.waiting == [second]
     assert scheduler.num_preemptions == 1
     assert second.sequences[0].block_table == []
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    for request in (first, second):
-        assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+    drain(scheduler, runner)
+    check_tokens(first, second, vocab_size=3)
     assert scheduler.block_manager.num_used_blocks == 0
 
 
@@ -106,8 +111,7 @@ def test_equal_prefixes_share_within_a_step(tokens, computed, peak):
         scheduler.add(request)
     found = drain(scheduler, runner)
     assert found[0] == computed and peak in (None, found[1])
-    for request in requests:
-        assert request.sequences[0].output_token_ids == expected_output(request, 0, 512, 3)
+    check_tokens(*requests, vocab_size=3)
 
 
 @pytest.mark.parametrize("prompt, shared, copies", [(8, 2, 0), (9, 3, 2), (3, 1, 2)])
@@ -125,10 +129,8 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
     assert len(schedule.moves.copies) == copies
     assert scheduler.block_manager.num_used_blocks == prompt // 4 + 3
     scheduler.update(schedule, *runner.run(schedule))
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    for seq in request.sequences:
-        assert seq.output_token_ids == expected_output(request, seq.index, 64, 3)
+    drain(scheduler, runner)
+    check_tokens(request, vocab_size=3)
     assert scheduler.num_prompt_tokens == prompt and scheduler.block_manager.num_used_blocks == 0
 
 
@@ -146,10 +148,8 @@ def test_samples_that_were_preempted_share_again():
     while max(len(seq) for seq in second.sequences) == lengths[0]:
         computed += dict(reversed(step(scheduler, runner))).get("1", 0)
     assert len({*lengths}) == 1 and all(len(seq) == lengths[0] + 1 for seq in second.sequences)
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    for seq in second.sequences:
-        assert seq.output_token_ids == expected_output(second, seq.index, 64, 3)
+    drain(scheduler, runner)
+    check_tokens(second, vocab_size=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -165,10 +165,8 @@ def test_a_preempted_request_finds_its_own_blocks(n):
     computed = sum(n for _, n in plan)
     assert all(len(seq) >= 26 for seq in request.sequences)
     assert computed <= 5 * n  # at most a block for each, and a step
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    for seq in request.sequences:
-        assert seq.output_token_ids == expected_output(request, seq.index, 200, 50)
+    drain(scheduler, runner)
+    check_tokens(request)
 
 
 def test_what_the_cache_still_has_is_not_swapped_in():
@@ -194,9 +192,8 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     assert schedule.items == [(request.sequences[0], 18, 1)]
     assert len(scheduler.block_manager.free_host_blocks) == 12
     scheduler.update(schedule, *runner.run(schedule))
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+    drain(scheduler, runner)
+    check_tokens(request, vocab_size=3)
 
 
 def test_a_prefix_of_two_requests_is_swapped_once():
@@ -217,10 +214,8 @@ def test_a_prefix_of_two_requests_is_swapped_once():
     schedule = scheduler.schedule()
     assert len(schedule.moves.swaps_in) == 5 and scheduler.block_manager.num_used_blocks == 5
     scheduler.update(schedule, *runner.run(schedule))
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
-    for request in (first, second):
-        assert request.sequences[0].output_token_ids == expected_output(request, 0, 64, 3)
+    drain(scheduler, runner)
+    check_tokens(first, second, vocab_size=3)
 
 
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
@@ -320,11 +315,6 @@ def test_the_same_under_heavy_load(pytestconfig):
 
 
 # --- blocks that are reserved, shared and swapped ---
-
-
-def check_tokens(request) -> None:
-    for seq in request.sequences:
-        assert seq.output_token_ids == expected_output(request, seq.index, 64, 50)
 
 
 def forget_the_cache(scheduler) -> None:
@@ -442,8 +432,7 @@ def test_two_copies_do_not_come_back_from_the_host():
     scheduler.preempt(scheduler.running[-1])
     runner.swap(scheduler.block_manager.take_moves().swaps_out, {})
     forget_the_cache(scheduler)
-    while scheduler.has_unfinished():
-        step(scheduler, runner)
+    drain(scheduler, runner)
     check_tokens(samples)
 
 

@@ -16,6 +16,7 @@ import jsonschema
 import llguidance
 import pytest
 import torch
+from fake_engine import go_on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -472,9 +473,6 @@ def test_a_matcher_starts_again_where_tokens_have_gone(source, llm):
     assert allowed(seq) == begin
 
 
-# --- beside other parameters ---
-
-
 # --- what is refused ---
 
 REFUSED = [
@@ -563,8 +561,6 @@ def test_where_structured_outputs_do_not_belong(llm):
         llm.add_request("x", SamplingParams(structured_outputs=SamplingParams()))
     with pytest.raises(ValueError, match="no field 'structured_outputs'"):
         BeamSearchParams(structured_outputs={"regex": "a"})
-    with pytest.raises(ValueError, match="must be BeamSearchParams"):
-        llm.beam_search("x", params(regex="a"))
 
 
 def test_a_model_without_what_it_needs(source):
@@ -598,9 +594,7 @@ def test_a_grammar_that_becomes_too_large_ends_with_an_error(monkeypatch):
     llm.add_request("x", ambiguous, "culprit")
     for i, (prompt, one) in enumerate(NEIGHBORS):
         llm.add_request(prompt, one, str(i))
-    ended = {}
-    while llm.has_unfinished():
-        ended |= {output.request_id: output for output in llm.step() if output.finished}
+    ended = go_on(llm)
     assert "the answer cannot go on: " in str(ended["culprit"].error)
     assert ended["culprit"].outputs[0].finish_reason == "error"
     found = [one for i in range(len(NEIGHBORS)) for one in ended[str(i)].outputs]

@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from checkpoints import new_model, save
+from fake_engine import go_on
 from safetensors import safe_open
 from thread_group import Threads, one_rank
 
@@ -208,9 +209,7 @@ def test_a_fault_of_one_request_ends_it_alone(monkeypatch, name):
         guilty = SamplingParams(temperature=0, max_tokens=13)
         llm.add_request("I am guilty", guilty, request_id="guilty")
         ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
-        outputs = {}
-        while llm.has_unfinished():
-            outputs |= {output.request_id: output for output in llm.step()}
+        outputs = go_on(llm)
         assert "its own fault" in str(outputs["guilty"].error)
         same([outputs[i] for i in ids], expected)
         assert llm.stats()["kv_blocks_used"] == 0

@@ -72,6 +72,15 @@ def cramped():
     return [job._replace(max_tokens=60) for job in workload(all_at_once(), fixed(20, 60), 8)]
 
 
+def with_guesses(jobs):
+    """The real engine knows when an answer ends, and proposes no further: so these jobs tell it, too."""
+    rng = random.Random(0)
+    return [
+        job._replace(max_tokens=job.num_outputs, right_draft_tokens=[*copied(rng, job.num_outputs)])
+        for job in jobs
+    ]
+
+
 WORKLOADS = {
     "open loop": (chats(), {}),
     "with pauses": (chats(rate=2.0, count=8), {}),
@@ -87,7 +96,7 @@ WORKLOADS = {
     ),
     "recompute": (cramped(), {"num_blocks": 16}),
     "swap": (cramped(), {"num_blocks": 16} | SWAP),
-    "guesses": (pairs.with_drafts(copied)(poisson(20.0), 12), {"speculative_config": {}}),
+    "guesses": (with_guesses(chats()), {"speculative_config": {}}),
 }
 
 
@@ -219,9 +228,9 @@ def test_what_is_said_of_a_pair():
 def test_all_pairs_differ_in_one_thing_and_run():
     """Simulated, with a few jobs each."""
     rows = {}
-    for pair in [*pairs.PAIRS, *pairs.GUESSES]:
+    for pair in pairs.PAIRS:
         jobs = pairs.jobs_of_pair(pair, TRUE, 0.2)
         numbers = [pairs.numbers(simulated(jobs, case, TRUE)) for case in pair.cases]
         assert numbers[0].keys() == {*pairs.KEYS}
         rows[pair.name] = {"real": [[one] for one in numbers], "simulated": numbers}
-    assert len(rows) == len(pairs.PAIRS) + len(pairs.GUESSES) >= 12
+    assert len(rows) == len(pairs.PAIRS) >= 12

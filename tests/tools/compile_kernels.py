@@ -1,14 +1,12 @@
 """Compiles the kernels for a GPU that need not be there, with what Triton is told when the engine launches them.
 
-Prints for each kernel: bytes of shared memory, bytes of registers that are spilled, registers of a thread, and buffers
-for keys and values. Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
+Sizes are Qwen3-0.6B's. It needs ptxas, which Triton brings.
 
-Run: python tests/tools/compile_kernels.py [75 | 80 | 86 | 89 | 90 | 100 | 120] [head_dim] [query heads per KV head]
+Tests import this file. An example that does: pytest tests/core/test_kernels.py --slow -k ahead_of_time
 """
 
 import re
 import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from functools import partial
@@ -218,16 +216,3 @@ def problems(
             if needs["shared"] > SHARED[capability] * 1024 or needs["spilled"]:
                 found.append(f"sm_{capability} {name}, {dtype}, {head_dim}, {group}: {needs}")
     return found
-
-
-def main(capability: int = 80, *heads: int) -> None:
-    problem = ptxas_problem(capability)
-    if problem is not None:
-        sys.exit(problem)
-    print("kernel".ljust(15), *(field.rjust(9) for field in Resources._fields))
-    for name, numbers in all_resources(capability, *heads).items():
-        print(name.ljust(15), *(f"{number:9}" for number in numbers.values()))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

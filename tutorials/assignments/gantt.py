@@ -4,8 +4,7 @@ thousands of steps. Needs matplotlib, but no display.
 Single steps are printed by gantt_text of tutorials/simulation/metrics.py.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from nanovllm import Run
-from tutorials.simulation.metrics import states
+from tutorials.simulation.metrics import spans, states
 
 STATES = {  # what `states` says: color, height in rows, name
     "#": ("#E69F00", 0.8, "prompt"),
@@ -37,16 +36,6 @@ def chosen(indices: list[int], which: slice) -> list[int]:
         return indices[which]
     count = min(which.stop, len(indices))
     return [indices[i * len(indices) // count] for i in range(count)]
-
-
-def spans(row: str, run: Run) -> Iterator[tuple[str, tuple[float, float]]]:
-    """State, begin and duration in seconds. Steps with the same state are one span."""
-    column = 0
-    for state, cells in groupby(row):
-        first, column = column, column + len(list(cells))
-        if state != " ":
-            begin = run.steps[first].start
-            yield state, (begin, run.steps[column - 1].end - begin)
 
 
 def rows_of(run: Run) -> dict[int, tuple[str, Run]]:
@@ -90,8 +79,8 @@ def draw(runs: Mapping[str, Run], path: Path, which: slice, title: str) -> None:
 
 def draw_row(axes: Axes, y: int, row: str, run: Run) -> None:
     of_state: dict[str, list[tuple[float, float]]] = {state: [] for state in reversed(STATES)}
-    for state, span in spans(row, run):
-        of_state[state].append(span)
+    for state, begin, end in spans(row, run.steps):
+        of_state[state].append((begin, end - begin))
     for state, bars in of_state.items():  # prompts last: they are short, and would be hidden
         color, height, _ = STATES[state]
         axes.broken_barh(

@@ -17,8 +17,6 @@ from typing import Any
 from nanovllm import Run
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
-from tutorials.assignments.own_questions import Own, own_seed
-from tutorials.assignments.own_tables import tables_of
 from tutorials.assignments.problems import Broken, Kind
 from tutorials.assignments.process import Process, Submission, Unreadable, read_source
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
@@ -29,7 +27,6 @@ from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, 
 LIMIT = 300.0  # seconds for a file
 MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
 HIDDEN = "what it says on secret seeds is not shown, try the public ones"
-HIDDEN_OWN = "try it with python -m tutorials.assignments.own"
 
 
 @dataclass
@@ -37,7 +34,6 @@ class Played:
     """What became of a file that was loaded, a simulation, or a run of the engine."""
 
     verdicts: dict[str, str | None] = field(default_factory=dict)  # what is wrong with an answer
-    own: Own = field(default_factory=Own)
     baseline: Run | None = None
     values: dict[str, float] = field(default_factory=dict)  # of each goal
     num_steps: int = 0
@@ -94,15 +90,13 @@ class Grader:
             works.append(partial(play_engine, self.task, submission))
             if self.shared.answers is None:
                 works.append(expected_answers)
-        if self.task.own:
-            works.append(partial(play_own, self.task, submission, loaded.own))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             try:
-                self._grade_results(report, loaded.own, pool.map(result_of, works))
+                self._grade_results(report, pool.map(result_of, works))
             finally:
                 submission.used = self.limit  # after a Ctrl-C: what still runs ends soon
 
-    def _grade_results(self, report: Report, own: Own, results: Iterator[Played]) -> None:
+    def _grade_results(self, report: Report, results: Iterator[Played]) -> None:
         for part in self.task.parts:
             seeds = self.seeds[: part.num_seeds]
             played = [next(results) for _ in seeds]
@@ -117,8 +111,6 @@ class Grader:
                 self.shared.answers = expected.tokens
                 answered = expected if expected.problem else answered
             self._grade_answers(report, answered)
-        if self.task.own:
-            self._grade_own(report, own, next(results))
 
     def _add(self, report: Report, name: str, score: float, max_score: float, output: str) -> None:
         report.add(name, score, max_score, output)
@@ -127,14 +119,11 @@ class Grader:
     def _sentence(self, name: str, played: Played) -> str:
         """What is wrong, for the check with this name. A fault that an earlier check has said, but for
         its numbers, is not said again."""
-        said = self._said(played, HIDDEN)
+        said = played.problem
+        if self.is_secret and played.kind is not None:
+            said = f"{played.kind.value}; {HIDDEN}"
         first = self.faults.setdefault(re.sub(r"\[[^]]*\]|\d+", "", said), name)
         return said if first == name else f"the same fault as in {first}"
-
-    def _said(self, played: Played, hidden: str) -> str:
-        if not self.is_secret or played.kind is None:
-            return played.problem
-        return f"{played.kind.value}; {hidden}"
 
     # --- checks ---
 
@@ -191,17 +180,6 @@ class Grader:
             other = "other answers than with FCFS and enough memory"
             self._add(report, name, 0, points, f"{other} for the prompts {wrong}")
 
-    def _grade_own(self, report: Report, own: Own, played: Played) -> None:
-        points, count = self.task.own_points, len(self.task.own)
-        wrong = [f"{name} {verdict}" for name, verdict in played.verdicts.items() if verdict]
-        num_right = len(played.verdicts) - len(wrong)
-        output = f"{num_right} of {count} right"
-        if wrong:
-            output += f": {', '.join(wrong)}"
-        if played.problem:
-            output = self._said(played, HIDDEN_OWN)
-        self._add(report, own.title, num_right * points, count * points, output)
-
 
 # --- what is done in threads: each waits for a student's process most of the time ---
 
@@ -219,7 +197,7 @@ def result_of(work: Callable[[], Played]) -> Played:
 def load(task: Task, submission: Submission) -> Played:
     """Whether the file can be loaded, and its answers to questions."""
     try:
-        with Process(submission, constants=("ANSWERS", "NAME", *task.classes)) as process:
+        with Process(submission, constants=("ANSWERS", *task.classes)) as process:
             constants = process.constants
     except Broken as error:
         return failed(error)
@@ -228,10 +206,10 @@ def load(task: Task, submission: Submission) -> Played:
     if not task.questions and not any(constants.get(name) for name in task.classes):
         problem = f"your file has no class {' or '.join(dict.fromkeys(task.classes))}"
         return Played(problem=problem)
-    own = Own(constants.get("NAME"), constants.get("ANSWERS"))
-    answers = own.answers if isinstance(own.answers, dict) else {}
-    verdicts = {name: check(answers.get(name)) for name, check in task.questions.items()}
-    return Played(verdicts, own)
+    answers = constants.get("ANSWERS")
+    if not isinstance(answers, dict):
+        answers = {}
+    return Played({name: check(answers.get(name)) for name, check in task.questions.items()})
 
 
 def play(submission: Submission, part: Part, seed: int, baseline: Run | None) -> Played:
@@ -239,40 +217,19 @@ def play(submission: Submission, part: Part, seed: int, baseline: Run | None) ->
     if baseline is None:
         baseline = serve_baseline(part, seed)
     played = Played(baseline=baseline)
+    max_steps = 20 * baseline.num_steps + 10_000
     try:
-        run = run_of(submission, part, seed, played)
+        with Process(submission) as process:
+            try:
+                referee = new_referee(process, part, max_steps)
+                run = serve(part, referee, seed, part.counting, check=False)
+            finally:
+                played.printed = process.output()
     except (Broken, ScheduleError) as error:
         return replace(failed(error), baseline=baseline, printed=played.printed)
     played.num_steps = run.num_steps
     played.values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
     return played
-
-
-def play_own(task: Task, submission: Submission, own: Own) -> Played:
-    """The run on the student's own seed, and what is wrong with the answers to questions on it."""
-    part = task.own_part
-    if problem := own.why_no_run(task.own):
-        return Played(problem=problem)
-    seed = own_seed(own.name)
-    played = Played(baseline=serve_baseline(part, seed))
-    try:
-        run = run_of(submission, part, seed, played)
-    except (Broken, ScheduleError) as error:
-        return failed(error)
-    tables = tables_of(run, played.baseline)
-    return Played({each.__name__: own.verdict(each, tables) for each in task.own})
-
-
-def run_of(submission: Submission, part: Part, seed: int, played: Played) -> Run:
-    """The student's run, beside the baseline's of `played`, which gets what the file prints. Raises
-    Broken or ScheduleError."""
-    max_steps = 20 * played.baseline.num_steps + 10_000
-    with Process(submission) as process:
-        try:
-            referee = new_referee(process, part, max_steps)
-            return serve(part, referee, seed, part.counting, check=False)
-        finally:
-            played.printed = process.output()
 
 
 def failed(error: Broken | ScheduleError) -> Played:

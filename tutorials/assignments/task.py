@@ -19,7 +19,6 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.machines import Machine
-from tutorials.assignments.own_questions import Question
 from tutorials.simulation.metrics import latency
 
 # each folder with a task.py: "a0", "a1", ..., "template"
@@ -124,9 +123,6 @@ class Task:
     # name -> what is wrong with an answer, which is what JSON can hold; None: it is right
     questions: dict[str, Callable[[Any], str | None]] = field(default_factory=dict)
     question_points: float = 0  # for each
-    # on the student's own run of the first part; the first one asks for a request
-    own: tuple[Question, ...] = ()
-    own_points: float = 0  # for each of them
 
     @property
     def goals(self) -> dict[str, Goal]:
@@ -139,14 +135,9 @@ class Task:
         return [part.block_manager or part.policy[0] for part in self.parts]
 
     @property
-    def own_part(self) -> Part:
-        return replace(self.parts[0], keep_steps=True)
-
-    @property
     def points(self) -> float:
         parts = sum(part.points + sum(goal.points for goal in part.goals) for part in self.parts)
-        questions = self.question_points * len(self.questions)
-        return parts + self.engine_points + questions + self.own_points * len(self.own)
+        return parts + self.engine_points + self.question_points * len(self.questions)
 
 
 def load_task(name: str) -> Task:

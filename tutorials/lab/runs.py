@@ -6,7 +6,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from nanovllm.topics.simulator.jobs import PlannedStep
 from tutorials.assignments.public import check_rules, classes_of
 from tutorials.assignments.task import Goal, Part, load_task, serve_baseline, shown
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
-from tutorials.simulation.metrics import cells, is_finished, states, summary, ttft
+from tutorials.simulation.metrics import cells, is_finished, spans, states, summary, ttft
 
 NUM_LINES = 40  # requests in the time line
 
@@ -90,7 +89,8 @@ def time_line(run: Run, order: list[int]) -> Iterator[dict[str, Any]]:
             steps = steps_of(run, chosen, replica.steps)
             rows |= {i: (row, steps) for i, row in rows_of(run, chosen, steps).items()}
     for i in order:
-        yield {"request": i, "spans": [*spans(*rows[i])]}
+        ends = [[state, round(a, 4), round(b, 4)] for state, a, b in spans(*rows[i])]
+        yield {"request": i, "spans": ends}
 
 
 def steps_of(run: Run, chosen: list[int], steps: list[PlannedStep]) -> list[PlannedStep]:
@@ -114,12 +114,3 @@ def steps_of(run: Run, chosen: list[int], steps: list[PlannedStep]) -> list[Plan
 def rows_of(run: Run, chosen: list[int], steps: list[PlannedStep]) -> dict[int, str]:
     some = Run([run.requests[i] for i in chosen], steps=steps)
     return {chosen[k]: row for k, row in states(some).items()}
-
-
-def spans(row: str, steps: list[PlannedStep]) -> Iterator[list]:
-    """Steps with the same state are one span."""
-    column = 0
-    for state, same in groupby(row):
-        first, column = column, column + len(list(same))
-        if state != " ":
-            yield [state, round(steps[first].start, 4), round(steps[column - 1].end, 4)]

@@ -12,6 +12,7 @@ from nanovllm.scheduler import Scheduler
 from tutorials.lab.film import NUM_FRAMES, Film, filmed
 from tutorials.lab.runs import time_lines
 from tutorials.simulation.metrics import ROWS, cells, latency, summary, ttft
+from tutorials.simulation.policies import LastFirst
 from tutorials.simulation.workloads import lognormal, poisson, predicted, workload
 
 BEFORE, NOW = "at the start", "as you set it"
@@ -138,14 +139,9 @@ class LongestGuess(Scheduler):
         return -request.params.extra_args["predicted_tokens"], request.arrival
 
 
-class LastCome(Scheduler):
-    def priority(self, request):
-        return -request.arrival
-
-
 ORDERS = {
     "first come": Scheduler,
-    "last come": LastCome,
+    "last come": LastFirst,
     "shortest guess": ByGuess,
     "longest guess": LongestGuess,
 }

@@ -9,16 +9,15 @@ A difference is *clear* if it is more than twice the range of what was measured:
 in the single turns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from statistics import mean, median
 
 from nanovllm import Job, Run
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure.calibrate import SWAP, Options
-from tutorials.measure.cases import Build, Case, chats, documents, jobs_of, plain
+from tutorials.measure.cases import Case, chats, documents, jobs_of, plain
 from tutorials.report import markdown, percentile
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (
@@ -38,10 +37,7 @@ from tutorials.simulation.policies import (
 )
 from tutorials.simulation.workloads import (
     Arrivals,
-    copied,
     fixed,
-    generator,
-    invented,
     labelled,
     lognormal,
     merged,
@@ -80,22 +76,6 @@ def hurried(arrivals: Arrivals, count: int) -> list[Job]:
     urgent = workload(times[::2], chats(), len(times[::2]))
     patient = workload(times[1::2], lognormal(80, 60, max_model_len=1000), len(times[1::2]))
     return merged(labelled(urgent, deadline=1.0), labelled(patient, deadline=20.0))
-
-
-def with_drafts(kind: Callable[[Random, int], Iterator[int]]) -> Build:
-    """Chats whose answers are copied or invented. The real engine knows when they end, and proposes no
-    further; so these jobs tell it, too."""
-
-    def build(arrivals: Arrivals, count: int) -> list[Job]:
-        rng = generator("guesses", 0)
-        return [
-            job._replace(
-                max_tokens=job.num_outputs, right_draft_tokens=[*kind(rng, job.num_outputs)]
-            )
-            for job in workload(arrivals, lognormal(100, 100, max_model_len=1000), count)
-        ]
-
-    return build
 
 
 long_outputs = plain(lambda: lognormal(30, 250, max_model_len=1500))
@@ -146,14 +126,6 @@ PAIRS = [
     Pair("victim: the oldest", Case(equal, None, options=scarce), by(Oldest)),
     Pair("swap", Case(long_outputs, None, options=scarce | by(NoWatermark)), SWAP),
 ]  # fmt: skip
-four = {"speculative_config": {"num_speculative_tokens": 4}}
-many = {"max_num_seqs": 64}
-GUESSES = [
-    Pair("4 draft tokens, copied answers", Case(with_drafts(copied), 0.3), four),
-    Pair("4 draft tokens, invented answers", Case(with_drafts(invented), 0.3), four),
-    Pair("64 at a time, copied answers", Case(with_drafts(copied), None, options=many), four),
-    Pair("64 at a time, invented answers", Case(with_drafts(invented), None, options=many), four),
-]
 
 
 # --- numbers ---

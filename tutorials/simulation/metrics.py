@@ -13,11 +13,12 @@ Imports no torch.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, chain, combinations, pairwise
+from itertools import accumulate, chain, combinations, groupby, pairwise
 from math import fsum
 
 from nanovllm import Run, Served
 from nanovllm.options import is_number, shown
+from nanovllm.topics.simulator.jobs import PlannedStep
 from tutorials.report import aligned, percentile
 
 
@@ -281,9 +282,9 @@ ROWS = (  # name and unit, where it is in a summary, format
 )
 
 
-def table(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> str:
+def table(summaries: dict[str, dict]) -> str:
     """A column for each run. A row that no run has anything for is left out."""
-    return aligned(cells(summaries, rows))
+    return aligned(cells(summaries))
 
 
 def cells(summaries: dict[str, dict], rows: Iterable[tuple[str, str, str]] = ROWS) -> list[list]:
@@ -331,6 +332,16 @@ def states(run: Run) -> dict[int, str]:
             if row[column] == " " and request.arrival < step.end:
                 row[column] = "-" if i in step.running else "." if column < ran[0] else "x"
     return {i: "".join(row) for i, row in rows.items()}
+
+
+def spans(row: str, steps: list[PlannedStep]) -> Iterator[tuple[str, float, float]]:
+    """Of a row of `states`: a state, and the seconds in which it begins and ends. Steps with the same
+    state are one span."""
+    column = 0
+    for state, same in groupby(row):
+        first, column = column, column + len(list(same))
+        if state != " ":
+            yield state, steps[first].start, steps[column - 1].end
 
 
 def gantt_text(run: Run, width: int = 100) -> str:

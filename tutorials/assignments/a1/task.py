@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, NotCounted, Part, Task, mean_latency
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import lognormal, merged, poisson, predicted, workload
@@ -90,9 +89,4 @@ TASK = Task(
             points=10,
         ),
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.lost_most,
-    ),
 )

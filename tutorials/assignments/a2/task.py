@@ -4,7 +4,6 @@ from statistics import mean
 
 from nanovllm import Job, Run
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile
 from tutorials.simulation.metrics import between_tokens, ttft
@@ -93,9 +92,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.longest_step,
-        own_questions.answers_then,
-    ),
 )

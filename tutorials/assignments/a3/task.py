@@ -2,7 +2,6 @@
 
 from nanovllm import Job, Run
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import largest_service_gap
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
@@ -75,9 +74,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.lost_most,
-    ),
 )

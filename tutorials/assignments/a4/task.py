@@ -6,7 +6,6 @@ from nanovllm import Job, Run
 from nanovllm.config import Config
 from nanovllm.topics.simulator.cost_model import Hardware
 from nanovllm.topics.simulator.machines import Machine
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import lognormal, merged, poisson, shared_prefix, workload
@@ -96,9 +95,4 @@ TASK = Task(
             hardware=MACHINE,
         )
     ],
-    own=(
-        own_questions.lost_most,
-        own_questions.most_in_vain,
-        own_questions.in_vain,
-    ),
 )

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 from nanovllm import Job, Run
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task, mean_latency
 from tutorials.simulation.workloads import (
     lognormal,
@@ -116,9 +115,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.lost_most,
-    ),
 )

@@ -2,7 +2,6 @@
 
 from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency, meets_deadline
 from tutorials.simulation.workloads import (
@@ -117,9 +116,4 @@ TASK = Task(
             points=25,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.longest_gap,
-    ),
 )

@@ -3,7 +3,6 @@ measured."""
 
 from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import by_tenant, latency, meets
 from tutorials.simulation.workloads import (
@@ -138,9 +137,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.lost_most,
-    ),
 )

@@ -5,7 +5,6 @@ from statistics import mean
 
 from nanovllm import Job, Run
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.report import percentile
 from tutorials.simulation.metrics import ttft
@@ -144,9 +143,4 @@ TASK = Task(
         )
     ],
     engine_points=0,
-    own=(
-        own_questions.longest_wait,
-        own_questions.there_before,
-        own_questions.lost_most,
-    ),
 )

@@ -4,7 +4,6 @@ from statistics import mean
 
 from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import latency
 from tutorials.simulation.workloads import (
@@ -102,9 +101,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.lost_most,
-        own_questions.most_in_vain,
-        own_questions.in_vain,
-    ),
 )

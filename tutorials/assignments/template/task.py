@@ -4,7 +4,6 @@ from statistics import mean
 
 from nanovllm import Job, Run, Served
 from nanovllm.config import Config
-from tutorials.assignments import own_questions
 from tutorials.assignments.task import Goal, Part, Task
 from tutorials.simulation.metrics import ttft
 from tutorials.simulation.workloads import labelled, lognormal, merged, poisson, workload
@@ -74,9 +73,4 @@ TASK = Task(
             points=20,
         )
     ],
-    own=(
-        own_questions.longest_wait,
-        own_questions.overtaken_by,
-        own_questions.lost_most,
-    ),
 )
