@@ -111,7 +111,9 @@ class LLM:
             check_made(self.scheduler, config, self.runner)
             self.planner = ScheduleChecks(self.scheduler, limits, self.states.unfinished)
 
-        is_wanted = self.runner.is_asynchronous if config.overlap is None else config.overlap
+        is_wanted = config.overlap
+        if is_wanted is None:
+            is_wanted = getattr(self.runner, "is_asynchronous", False)
         # a user's class may look at any token, and only rank 0 has those that it drew
         is_possible = self.planner is self.scheduler and config.tensor_parallel_size == 1
         self.overlaps = is_wanted and is_possible
