@@ -111,9 +111,8 @@ class LLM:
             check_made(self.scheduler, config, self.runner)
             self.planner = ScheduleChecks(self.scheduler, limits, self.states.unfinished)
 
-        is_wanted = config.overlap
-        if is_wanted is None:
-            is_wanted = getattr(self.runner, "is_asynchronous", False)
+        is_asynchronous = getattr(self.runner, "is_asynchronous", False)
+        is_wanted = is_asynchronous if config.overlap is None else config.overlap
         # a user's class may look at any token, and only rank 0 has those that it drew
         is_possible = self.planner is self.scheduler and config.tensor_parallel_size == 1
         self.overlaps = is_wanted and is_possible
@@ -374,8 +373,8 @@ class LLM:
     def _launch_behind(self, step: Launched) -> Launched | None:
         """Launches the next step while the device computes this one, if it can be planned without
         the tokens of this one."""
-        is_suspect = bool(self.recovery.suspects)  # it runs alone
-        if is_suspect or reads_first(self.scheduler, step.schedule):
+        # a suspect runs alone
+        if self.recovery.suspects or reads_first(self.scheduler, step.schedule):
             return None
         if not step.schedule.has_advanced:
             self.scheduler.advance(step.schedule)

@@ -80,6 +80,7 @@ def test_each_picture_has_a_program_at_a_commit():
     [
         ("graphs_memory", "11_graphs", r"\d+,\d{3}(?= blocks)|\d\.\d\d"),
         ("kernels_split", "10_kernels", r"^(?:maximum|total|=) (\d\.\d\d)$"),
+        ("overlap_steps", "11_graphs", r"the device waits (\d+) ms$"),
         ("replicas_turns", "19_replicas", r"\d,\d{3}(?= tokens computed)"),
         ("sampler_filters", "08_sampler", r"^0\.\d{3}"),
         ("simulator_tail", "14_simulator", r"capacity: (\d+)"),
