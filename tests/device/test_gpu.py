@@ -140,14 +140,16 @@ def test_16_bits_are_close_to_the_pytorch_backend(checkpoint, dtype):
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint):
+    """And whether steps overlap or not."""
     path, prompts, _ = checkpoint
-    llm = LLM(path, dtype="float32", num_blocks=500)
+    options = dict(dtype="float32", num_blocks=500)
+    llm, plain = LLM(path, overlap=True, **options), LLM(path, overlap=False, **options)
     params = [
         SamplingParams(max_tokens=8, seed=i, top_p=0.9 if i % 2 else 1.0)
         for i in range(len(prompts))
     ]
     together = token_ids(llm.generate(prompts, params, use_tqdm=False))
-    alone = [token_ids(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params)]
+    alone = [token_ids(plain.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params)]
     assert together == alone
 
 
