@@ -32,14 +32,6 @@ def planned(change):
     return {"schedule": schedule}
 
 
-def in_its_own_way(self):
-    """It leaves the copies where they are."""
-    schedule = Schedule(*self.step_budget())
-    self.schedule_running(schedule)
-    self.schedule_waiting(schedule)
-    return schedule
-
-
 def adds_only(self, items, schedule):
     """It allocates and copies no blocks."""
     for item in items:
@@ -85,7 +77,6 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "forgets a return": ({"may_admit": lambda *_: None}, r"may_admit\(\): it returned None, and not True or False: is a `return` missing", 1),
     "has no order": ({"running_order": lambda *_: None}, r"running_order\(\): it returned None, and not a sort key", 1),
     "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
-    "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
     "copies nothing": ({"commit": adds_only}, r"is to write into block \d+, which others read", 3),
     "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
     "samples only some": ({"commit": half_of_the_samples}, "2 of 3 sequences of 1 would get a token: it must be all or none", 3),
@@ -166,21 +157,6 @@ def test_static_batching_after_a_failure_while_planning():
         llm.add_request([i + 1] * 6, SamplingParams(seed=i, max_tokens=6), str(i))
     raise_at(llm.scheduler, "priority", 9, RuntimeError)
     assert len(go_on(llm)) == 6
-
-
-# --- how it is made ---
-
-
-class OtherBlocks(Scheduler):
-    def __init__(self, limits, block_manager):
-        super().__init__(limits, BlockManager(10_000, block_manager.block_size))
-
-
-def test_a_block_manager_of_a_scheduler_is_told_at_once():
-    """A block that the cache has not was a segmentation fault."""
-    message = r"BlockManager.__init__\(\): it has 10000 blocks, but the KV cache has 1000"
-    with pytest.raises(ScheduleError, match=message):
-        new_llm(scheduler_cls=OtherBlocks)
 
 
 # --- each method, right and wrong: in a step with samples, swaps, shared prefixes, and too few blocks ---
@@ -301,18 +277,14 @@ def takes_the_same(self):
 
 
 NAN = float("nan")
-INIT = BlockManager.__init__
-COUNTS = (
-    "num_blocks_for",
-    "max_blocks_needed",
-    "num_new_blocks",
-    "num_blocks_at_fork",
-)
+INIT, OWN = BlockManager.__init__, type("Own", (BlockManager,), {})
+COUNTS = "num_blocks_for max_blocks_needed num_new_blocks num_blocks_at_fork".split()
 NAMED = [  # of a class, its methods, and what is said
     (Scheduler, {"__init__": lambda *_: None}, r"__init__\(\): it did nothing: does it call super\(\)\?"),
     (BlockManager, {"__init__": lambda *_: None}, r"__init__\(\): it did nothing: does it call super"),
     (BlockManager, {"__init__": lambda self, num_blocks, *sizes: INIT(self, 2 * num_blocks, *sizes)}, r"__init__\(\): it has 44 blocks, but the KV cache has 22"),
     (BlockManager, {"__init__": lambda self, num_blocks, size, *sizes: INIT(self, num_blocks, size // 2, *sizes)}, r"__init__\(\): it has 2 tokens per block, but the KV cache has 4"),
+    (Scheduler, {"__init__": lambda self, limits, manager: Scheduler.__init__(self, limits, OWN(10_000, manager.block_size))}, r"__init__\(\): it has 10000 blocks, but the KV cache has 22"),
     (Scheduler, {"victims": lambda self, candidates: 1, "_victims": 1}, r"victims\(\): nothing uses it. Is it victim\?"),
     (Scheduler, {"victims": lambda self, candidates: self.victims([])}, r"victims\(\): nothing uses it"),
     (BlockManager, {"alocate": lambda self, seq, num_tokens: 1}, r"alocate\(\): nothing uses it. Is it allocate"),
@@ -363,6 +335,7 @@ NAMED = [  # of a class, its methods, and what is said
     (Scheduler, {"schedule": lambda self: (Scheduler.schedule(self), Scheduler.schedule(self))[1]}, r"schedule\(\): Sequence.* reads block \d+, which does not hold its tokens"),
     (BlockManager, {"take_moves": lambda self: setattr(self, "moves", Moves()) or Moves()}, r"take_moves\(\): Sequence.* reads block"),
     (BlockManager, {"take_moves": loses_copies}, r"take_moves\(\): Sequence.* reads block"),
+    (BlockManager, {"take_moves": lambda self: self.moves}, r"take_moves\(\): blocks are to be moved, but the schedule lacks them: call take_moves last"),
     (BlockManager, {"take_moves": lambda self: None}, r"take_moves\(\): it returned None, and not Moves"),
     (BlockManager, {"cache_full_blocks": without_prefix}, r"cache_full_blocks\(\): "),
     (BlockManager, {"find_prefix": any_prefix}, r"find_prefix\(\): Sequence.* reads block \d+, which does not hold its tokens"),

@@ -9,6 +9,7 @@ Run: pytest tests/core/test_misuse.py [-k threads]
 import os
 import sys
 import threading
+from functools import partial
 
 import pytest
 from fake_engine import answer, check_clean, go_on, hooked, in_threads, new_llm, result
@@ -126,23 +127,22 @@ def test_threads_take_turns(eager_threads):
     expected = [answer(prompt, params) for prompt in prompts]
     llm, got = new_llm(), {}
 
-    def generating(part):
-        def work():
-            for i in part:
-                (output,) = llm.generate([prompts[i]], params, use_tqdm=False)
-                got[i] = result(output)
+    def generate(*part):
+        for i in part:
+            (output,) = llm.generate([prompts[i]], params, use_tqdm=False)
+            got[i] = result(output)
 
-        return work
-
-    def streaming():
-        for i in range(8, 12):
+    def stream(*part):
+        for i in part:
             got[i] = "".join(llm.stream(prompts[i], params))
 
-    in_threads(generating(range(4)), generating(range(4, 8)), streaming)
-    for i in range(8):
-        assert got[i] == expected[i]
-    for i in range(8, 12):
-        assert got[i] == expected[i][0][1]
+    in_threads(
+        partial(generate, *range(4)),
+        partial(generate, *range(4, 8)),
+        partial(stream, *range(8, 12)),
+    )
+    for i in range(12):
+        assert got[i] == (expected[i] if i < 8 else expected[i][0][1])
     assert llm.stats()["failed_steps"] == 0
     check_clean(llm)
 

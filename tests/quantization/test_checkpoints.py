@@ -318,9 +318,8 @@ def test_layers_that_are_quantized_in_part(tmp_path):
     for kind in ("qweight", "qzeros", "scales", "g_idx"):
         edit(path, f"{attention}.v_proj.{kind}", None)
     edit(path, f"{attention}.v_proj.weight", lambda _: torch.zeros(64, 128))
-    with pytest.raises(
-        ValueError, match=f"{attention}.k_proj, {attention}.v_proj must all be quant"
-    ):
+    words = f"{attention}.k_proj, {attention}.v_proj must all be quant"
+    with pytest.raises(ValueError, match=words):
         LLM(path, **OPTIONS)
 
 
