@@ -16,8 +16,11 @@ from fake_engine import answer, check_clean, go_on, new_llm, raise_at, result
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
-from nanovllm.schedule import Schedule, ScheduleError
+from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+from nanovllm.topics.checks.contents import Contents
+from nanovllm.topics.decoding.drafts import Draft
 
 # --- what one plan shows ---
 
@@ -57,11 +60,6 @@ def replace_item(i, **fields):
     return planned(change)
 
 
-def take_a_decode_out(self, schedule):
-    if schedule.items[-1].num_tokens == 1:
-        del schedule.items[-1]
-
-
 WRONG = {  # methods of a scheduler, what is said of it, and the number of samples
     "plans nothing": ({"schedule": lambda self: Schedule()}, r"Wrong.schedule\(\): the step has planned nothing, but there are unfinished requests: \['0', '1'\]", 1),
     "returns nothing": ({"schedule": lambda self: None}, r"Wrong.schedule\(\): it returned None, and not a Schedule", 1),
@@ -76,9 +74,9 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "spends halves": ({"step_budget": lambda self: (10.5, 3.2)}, r"it returned \(10.5, 3.2\), and not two integers", 1),
     "forgets a return": ({"may_admit": lambda *_: None}, r"may_admit\(\): it returned None, and not True or False: is a `return` missing", 1),
     "has no order": ({"running_order": lambda *_: None}, r"running_order\(\): it returned None, and not a sort key", 1),
+    "has NaN in its order": ({"running_order": lambda *_: (0, float("nan"))}, r"running_order\(\): it returned \(0, nan\)", 1),
     "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
     "copies nothing": ({"commit": adds_only}, r"is to write into block \d+, which others read", 3),
-    "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
     "samples only some": ({"commit": half_of_the_samples}, "2 of 3 sequences of 1 would get a token: it must be all or none", 3),
 }  # fmt: skip
 
@@ -133,6 +131,31 @@ def test_a_livelock_ends_with_a_sentence():
     with pytest.raises(ScheduleError, match=r"Wrong.schedule\(\): 101 steps without a new token"):
         llm.generate([[1] * 60, [2] * 60], SamplingParams(max_tokens=3), use_tqdm=False)
     check_clean(llm)
+
+
+# --- what a block holds ---
+
+
+def reads(start, changed=None, copies=()):
+    """Whether a sequence finds its first `start` tokens where another one has written seven, the last one as a draft;
+    with this one of its tokens changed."""
+    contents = Contents(4)
+    made = (Request("", None, [*range(length)], SamplingParams()) for length in (6, 9))
+    writer, reader = (request.sequences[0] for request in made)
+    writer.block_table, reader.block_table = [0, 1], [0, 1, 3]
+    contents.go_on([Item(writer, 0, 6)], Moves())
+    for _, target in copies:
+        writer.block_table[1] = target
+    contents.go_on([Item(Draft(writer, [*range(9)]), 6, 1)], Moves(copies=[*copies]))
+    if changed is not None:
+        reader.token_ids[changed] = 99
+    return contents.go_on([Item(reader, start, 1)], Moves()) is None
+
+
+def test_a_block_holds_what_was_written_last():
+    copies = [(1, 2)]
+    assert reads(7) and reads(7, 8) and reads(6, 6) and reads(6, copies=copies)
+    assert not (reads(8) or reads(7, 6) or reads(7, 0) or reads(7, copies=copies))
 
 
 # --- what is right, but unusual ---
