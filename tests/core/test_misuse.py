@@ -39,9 +39,8 @@ def test_a_hook_that_raises_for_one_request_ends_that_one(name):
         (request or thing.request).params.extra_args["tenant"]
 
     llm = new_llm(scheduler_cls=hooked(name, hook))
-    llm.add_request(
-        [5, 6], SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": "a"}), "good"
-    )
+    params = SamplingParams(max_tokens=3, seed=1, extra_args={"tenant": "a"})
+    llm.add_request([5, 6], params, "good")
     llm.add_request([7, 8], SamplingParams(max_tokens=3, seed=1), "bad")
     outputs = go_on(llm)
     assert isinstance(outputs["bad"].error, KeyError)

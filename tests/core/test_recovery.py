@@ -46,9 +46,8 @@ def sampled(schedule) -> set:
 
 def inject(llm, monkeypatch, place: str, is_hit) -> None:
     """Raises Boom at this place whenever `is_hit` says so of the request there."""
-    texts = [
-        (text, state.request) for state in llm.states.unfinished.values() for text in state.texts
-    ]
+    states = llm.states.unfinished.values()
+    texts = [(text, state.request) for state in states for text in state.texts]
 
     def of_text(text):
         return {request for other, request in texts if other is text}
@@ -289,15 +288,12 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     check_clean(llm)
 
 
-def lengths() -> tuple[list, list]:
-    """Prompts and parameters: some end while others run."""
-    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
-    return [[i + 1] * 5 for i in range(5)], params
-
-
 def test_a_step_that_fails_loses_no_text(monkeypatch):
+    """Some requests end while others run."""
+    prompts = [[i + 1] * 5 for i in range(5)]
+    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
     llm = new_llm()
-    expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
+    expected = [result(output) for output in llm.generate(prompts, params, use_tqdm=False)]
     launch, calls = llm.runner.launch, []
 
     def fail():
@@ -313,6 +309,6 @@ def test_a_step_that_fails_loses_no_text(monkeypatch):
         return collect
 
     monkeypatch.setattr(llm.runner, "launch", failing)
-    outputs = llm.generate(*lengths(), use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [result(output) for output in outputs] == expected
     assert llm.stats()["failed_steps"] == 3
