@@ -8,6 +8,7 @@ Run: pytest tests/core/test_foreign_schedulers.py [-k preempt]
 
 import re
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+from nanovllm.topics.checks.contents import Contents
+from nanovllm.topics.decoding.drafts import Draft
 
 # --- what one plan shows ---
 
@@ -31,28 +35,9 @@ def planned(change):
     return {"schedule": schedule}
 
 
-def without_blocks(self):
-    schedule = Schedule()
-    while self.waiting:
-        request = self.waiting.pop(0)
-        self.running.append(request)
-        seq = request.sequences[0]
-        schedule.add(Item(seq, 0, seq.num_missing_tokens))
-    return schedule
-
-
-def in_its_own_way(self):
-    """It leaves the copies where they are."""
-    schedule = Schedule(*self.step_budget())
-    self.schedule_running(schedule)
-    self.schedule_waiting(schedule)
-    return schedule
-
-
-def without_copies(self, plan, schedule):
-    if schedule.items or plan[0].num_tokens > 1:
-        return Scheduler.commit(self, plan, schedule)
-    for item in plan:
+def adds_only(self, items, schedule):
+    """It allocates and copies no blocks."""
+    for item in items:
         schedule.add(item)
 
 
@@ -75,18 +60,13 @@ def replace_item(i, **fields):
     return planned(change)
 
 
-def take_a_decode_out(self, schedule):
-    if schedule.items[-1].num_tokens == 1:
-        del schedule.items[-1]
-
-
 WRONG = {  # methods of a scheduler, what is said of it, and the number of samples
     "plans nothing": ({"schedule": lambda self: Schedule()}, r"Wrong.schedule\(\): the step has planned nothing, but there are unfinished requests: \['0', '1'\]", 1),
     "returns nothing": ({"schedule": lambda self: None}, r"Wrong.schedule\(\): it returned None, and not a Schedule", 1),
     "loses a request": ({"schedule": forgets_the_last_that_waits}, r"there are unfinished requests: \['1'\]; neither waiting nor running: \['1'\]", 1),
     "plans an item twice": (planned(lambda self, plan: plan.items.append(plan.items[0])), r"Sequence\(0.0: .*\) is in the schedule twice", 1),
     "spends too much": ({"step_budget": lambda self: (10**6, 10**6)}, "the schedule has 80 tokens, but max_num_batched_tokens=40", 1),
-    "allocates no blocks": ({"schedule": without_blocks}, "lacks blocks for 40 tokens: allocate them first", 1),
+    "allocates no blocks": ({"commit": adds_only}, "lacks blocks for 1 tokens: allocate them first", 1),
     "ends what runs": (planned(lambda self, plan: self.running.clear()), "is in the schedule, but it has ended, or its request is not in scheduler.running", 1),
     "computes too many tokens": (replace_item(-1, num_tokens=lambda item: item.num_tokens + 1), "is to compute 41 tokens, but 40 are missing", 1),
     "starts at another token": (replace_item(0, start=lambda _: 1, num_tokens=lambda _: 1), "is to compute tokens from 1 on, but that is not the next one", 1),
@@ -95,11 +75,8 @@ WRONG = {  # methods of a scheduler, what is said of it, and the number of sampl
     "forgets a return": ({"may_admit": lambda *_: None}, r"may_admit\(\): it returned None, and not True or False: is a `return` missing", 1),
     "has no order": ({"running_order": lambda *_: None}, r"running_order\(\): it returned None, and not a sort key", 1),
     "has NaN in its order": ({"running_order": lambda *_: (0, float("nan"))}, r"running_order\(\): it returned \(0, nan\)", 1),
-    "mixes its keys": ({"running_order": lambda _, r: r.arrival if r.arrival % 2 else "0"}, r"running_order\(\): it returned ", 1),
     "computes half a token": (replace_item(0, num_tokens=lambda item: item.num_tokens / 2), r"is to compute \d+.0 tokens", 1),
-    "forgets moves": ({"schedule": in_its_own_way}, "blocks are to be moved, but the schedule lacks them: call take_moves last", 3),
-    "copies nothing": ({"commit": without_copies}, r"is to write into block \d+, which others read", 3),
-    "takes an item out": (planned(take_a_decode_out), "the sampled sequences do not match the items: add items with commit only", 3),
+    "copies nothing": ({"commit": adds_only}, r"is to write into block \d+, which others read", 3),
     "samples only some": ({"commit": half_of_the_samples}, "2 of 3 sequences of 1 would get a token: it must be all or none", 3),
 }  # fmt: skip
 
@@ -113,7 +90,7 @@ def test_a_scheduler_that_is_half_right_is_told_so(name):
         llm.generate(prompts, SamplingParams(n=n, max_tokens=5, seed=1), use_tqdm=False)
     check_clean(llm)
     (request_id,) = [llm.add_request([3])]
-    if name in ("plans nothing", "returns nothing", "allocates no blocks", "ends what runs"):
+    if name in ("plans nothing", "returns nothing", "ends what runs"):
         for _ in range(3):  # again and again, and it can be ended
             with pytest.raises(ScheduleError):
                 llm.step()
@@ -139,129 +116,58 @@ def preempts_what_it_has_planned(self, schedule):
         schedule.items = [item for item in schedule.items if item.seq.request is not victim]
 
 
-@pytest.mark.parametrize("change", [one_prompt, small_chunks, preempts_what_it_has_planned])
-def test_what_is_cached_must_be_computed(change):
-    """The blocks of what was taken out stay cached, but no step has written them: wrong answers,
-    in silence."""
-    wrong = type("Wrong", (Scheduler,), planned(change))
-    llm = new_llm(scheduler_cls=wrong, max_num_batched_tokens=100)
-    prompts = [[1] * 30, [2] * 21, [2] * 21, [2] * 21]
-    with pytest.raises(ScheduleError):
-        llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
-
-
-# --- what a method returns or leaves undone ---
-
-
-class Forgets(Scheduler):
-    def update(self, schedule, token_ids, logprobs=None):
-        return schedule.sampled  # no super().update(...)
-
-
-def test_an_update_that_changes_nothing_is_told_so():
-    llm = new_llm(scheduler_cls=Forgets)
-    llm.add_request([5] * 9)
-    with pytest.raises(ScheduleError):
-        go_on(llm, 50)
-
-
-def test_a_preempt_that_refuses_is_told_so():
-    """The step looked for room forever."""
-
-    class Protects(Scheduler):
-        def preempt(self, request):
-            if request.request_id == "vip":
-                return
-            super().preempt(request)
-
-    llm = new_llm(num_blocks=8, scheduler_cls=Protects)
-    for name in ("a", "vip"):
-        llm.add_request([5, len(name)] * 6, SamplingParams(max_tokens=18, seed=1), name)
-    with pytest.raises(
-        ScheduleError, match=r"Protects.preempt\(\): Request\(vip\) is still running"
-    ):
-        go_on(llm)
-    llm.abort("vip")
-    assert len(go_on(llm)["a"].outputs[0].token_ids) == 18
-    check_clean(llm)
-
-
-def test_a_forgotten_reason_to_end():
-    """The sequence ends by its length all the same."""
-    llm = new_llm(scheduler_cls=type("Odd", (Scheduler,), {"reason_to_end": lambda *_: None}))
-    (output,) = llm.generate([5], SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs
-    assert (len(output.token_ids), output.finish_reason) == (3, "length")
-    check_clean(llm)
-
-
-@pytest.mark.parametrize("odd", [5, False])
-def test_a_reason_to_end_that_is_no_text_is_believed_nowhere(odd):
-    class Odd(Scheduler):
-        def reason_to_end(self, seq):
-            return odd if seq.num_output_tokens == 3 else super().reason_to_end(seq)
-
-    llm = new_llm(scheduler_cls=Odd)
-    llm.add_request([5] * 4, SamplingParams(max_tokens=8, ignore_eos=True), "a")
-    problems = []
-    for _ in range(20):
-        try:
-            for output in llm.step():
-                assert output.outputs[0].finish_reason in (None, "length", "error")
-        except ScheduleError as error:
-            problems.append(str(error))
-    assert problems and f"it returned {odd}, and not a text or None" in problems[0]
-
-
 # --- what many steps show ---
 
 
-class PreemptsAll(Scheduler):
-    def make_room(self, schedule):
-        for request in [*self.running]:
-            self.preempt(request)
+def preempts_all(self, schedule):
+    for request in [*self.running]:
+        self.preempt(request)
 
 
 def test_a_livelock_ends_with_a_sentence():
     """Each step computes something, and throws away what the one before has computed."""
-    llm = new_llm(scheduler_cls=PreemptsAll, enable_prefix_caching=False)
-    message = r"PreemptsAll.schedule\(\): 101 steps without a new token"
-    with pytest.raises(ScheduleError, match=message):
+    wrong = type("Wrong", (Scheduler,), {"make_room": preempts_all})
+    llm = new_llm(scheduler_cls=wrong, enable_prefix_caching=False)
+    with pytest.raises(ScheduleError, match=r"Wrong.schedule\(\): 101 steps without a new token"):
         llm.generate([[1] * 60, [2] * 60], SamplingParams(max_tokens=3), use_tqdm=False)
     check_clean(llm)
+
+
+# --- what a block holds ---
+
+
+def reads(start, changed=None, copies=()):
+    """Whether a sequence finds its first `start` tokens where another one has written seven, the last one as a draft;
+    with this one of its tokens changed."""
+    contents = Contents(4)
+    made = (Request("", None, [*range(length)], SamplingParams()) for length in (6, 9))
+    writer, reader = (request.sequences[0] for request in made)
+    writer.block_table, reader.block_table = [0, 1], [0, 1, 3]
+    contents.go_on([Item(writer, 0, 6)], Moves())
+    for _, target in copies:
+        writer.block_table[1] = target
+    contents.go_on([Item(Draft(writer, [*range(9)]), 6, 1)], Moves(copies=[*copies]))
+    if changed is not None:
+        reader.token_ids[changed] = 99
+    return contents.go_on([Item(reader, start, 1)], Moves()) is None
+
+
+def test_a_block_holds_what_was_written_last():
+    copies = [(1, 2)]
+    assert reads(7) and reads(7, 8) and reads(6, 6) and reads(6, copies=copies)
+    assert not (reads(8) or reads(7, 6) or reads(7, 0) or reads(7, copies=copies))
 
 
 # --- what is right, but unusual ---
 
 
-class SkipsWhatDoesNotFit(Scheduler):
-    def schedule_waiting(self, schedule):
-        for request in list(self.waiting):
-            if schedule.tokens_left > 0 and self.block_manager.can_admit(request):
-                self.admit(request)
-                self.commit(self.tokens_to_compute(request, schedule), schedule)
-
-
-def test_the_request_that_is_admitted_is_the_one_that_was_given():
-    """`admit` popped waiting[0], whichever request that is."""
-    llm = new_llm(scheduler_cls=SkipsWhatDoesNotFit, num_blocks=12)
-    prompts = [[1] * 30, [2] * 30, [3] * 5]
+def test_running_out_of_blocks_has_a_message(caplog):
+    cls = type("NoBlockFree", (BlockManager,), {"can_admit": lambda *_: True})
+    llm = new_llm(block_manager_cls=cls, num_blocks=12)
+    prompts = [[1] * 30, [2] * 30, [3] * 30]
     llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
-
-
-class NoBlockFree(BlockManager):
-    def can_admit(self, request, num_reserved=0):
-        return True
-
-
-def test_running_out_of_blocks_has_a_message():
-    llm = new_llm(block_manager_cls=NoBlockFree, num_blocks=12)
-    seen = []
-    real = llm.recovery._on_failed_step
-    llm.recovery._on_failed_step = lambda error: (seen.append(error), real(error))
-    llm.generate(
-        [[1] * 30, [2] * 30, [3] * 30], SamplingParams(seed=1, max_tokens=5), use_tqdm=False
-    )
-    assert seen and all("no free block" in str(error) for error in seen)
+    failures = [line for line in caplog.messages if line.startswith("a step failed")]
+    assert failures and all("no free block" in line for line in failures)
 
 
 def test_static_batching_after_a_failure_while_planning():
@@ -274,51 +180,6 @@ def test_static_batching_after_a_failure_while_planning():
         llm.add_request([i + 1] * 6, SamplingParams(seed=i, max_tokens=6), str(i))
     raise_at(llm.scheduler, "priority", 9, RuntimeError)
     assert len(go_on(llm)) == 6
-
-
-# --- how it is made ---
-
-
-class NoSuper(Scheduler):
-    def __init__(self, limits, block_manager):
-        self.seen = 0
-
-
-class NoBlocksOfItsOwn(BlockManager):
-    def __init__(self, *sizes):
-        self.seen = 0
-
-
-class TwiceAsMany(BlockManager):
-    def __init__(self, num_blocks, *others):
-        super().__init__(2 * num_blocks, *others)
-
-
-class HalfTheSize(BlockManager):
-    def __init__(self, num_blocks, block_size, *others):
-        super().__init__(num_blocks, block_size // 2, *others)
-
-
-class OtherBlocks(Scheduler):
-    def __init__(self, limits, block_manager):
-        super().__init__(limits, BlockManager(10_000, block_manager.block_size))
-
-
-@pytest.mark.parametrize(
-    "cls, message",
-    [
-        (NoSuper, r"NoSuper.__init__\(\): it did nothing: does it call super\(\)\?"),
-        (NoBlocksOfItsOwn, r"NoBlocksOfItsOwn.__init__\(\): it did nothing: does it call super"),
-        (TwiceAsMany, r"TwiceAsMany.__init__\(\): it has 2000 blocks, but the KV cache has 1000"),
-        (HalfTheSize, "it has 2 tokens per block, but the KV cache has 4"),
-        (OtherBlocks, r"BlockManager.__init__\(\): it has 10000 blocks, but the KV cache has 1000"),
-    ],
-)
-def test_what_was_made_wrongly_is_told_at_once(cls, message):
-    """A block that the cache has not was a segmentation fault, and blocks of another size wrong tokens."""
-    name = "scheduler_cls" if issubclass(cls, Scheduler) else "block_manager_cls"
-    with pytest.raises(ScheduleError, match=message):
-        new_llm(**{name: cls})
 
 
 # --- each method, right and wrong: in a step with samples, swaps, shared prefixes, and too few blocks ---
@@ -439,10 +300,20 @@ def takes_the_same(self):
 
 
 NAN = float("nan")
+INIT, OWN = BlockManager.__init__, type("Own", (BlockManager,), {})
+COUNTS = "num_blocks_for max_blocks_needed num_new_blocks num_blocks_at_fork".split()
 NAMED = [  # of a class, its methods, and what is said
+    (Scheduler, {"__init__": lambda *_: None}, r"__init__\(\): it did nothing: does it call super\(\)\?"),
+    (BlockManager, {"__init__": lambda *_: None}, r"__init__\(\): it did nothing: does it call super"),
+    (BlockManager, {"__init__": lambda self, num_blocks, *sizes: INIT(self, 2 * num_blocks, *sizes)}, r"__init__\(\): it has 44 blocks, but the KV cache has 22"),
+    (BlockManager, {"__init__": lambda self, num_blocks, size, *sizes: INIT(self, num_blocks, size // 2, *sizes)}, r"__init__\(\): it has 2 tokens per block, but the KV cache has 4"),
+    (Scheduler, {"__init__": lambda self, limits, manager: Scheduler.__init__(self, limits, OWN(10_000, manager.block_size))}, r"__init__\(\): it has 10000 blocks, but the KV cache has 22"),
     (Scheduler, {"victims": lambda self, candidates: 1, "_victims": 1}, r"victims\(\): nothing uses it. Is it victim\?"),
     (Scheduler, {"victims": lambda self, candidates: self.victims([])}, r"victims\(\): nothing uses it"),
     (BlockManager, {"alocate": lambda self, seq, num_tokens: 1}, r"alocate\(\): nothing uses it. Is it allocate"),
+    (Scheduler, {"priority": lambda request: 1}, r"priority\(\): it must take \(self, request\)"),
+    (Scheduler, {"may_admit": lambda self, request: True}, r"may_admit\(\): it must take \(self, request, schedule\)"),
+    (BlockManager, {"can_admit": lambda self, request: True}, r"can_admit\(\): it must take \(self, request, num_reserved\)"),
     (Scheduler, {"priority": 5}, r"priority\(\): it is 5, and must be a method"),
     (Scheduler, {"priority": property(lambda self: 5)}, r"priority\(\): it is <property .*, and must be a method"),
     (Scheduler, {"watermark": lambda self: 0.1}, r"watermark\(\): it is <function .*, and must be a value"),
@@ -459,6 +330,12 @@ NAMED = [  # of a class, its methods, and what is said
     (Scheduler, keys(0, "1") | {"priority_is_fixed": True}, r"priority\(\): it returned "),
     *[(Scheduler, {"may_admit": lambda *_, value=value: value}, r"may_admit\(\): it returned .*, and not True or False")
       for value in ("no", np.ones(2), [], 1)],
+    *[(BlockManager, {name: lambda *_: None}, rf"{name}\(\): it returned None, and not a number that is not negative: is a `return` missing")
+      for name in COUNTS],
+    *[(Scheduler, {"reason_to_end": lambda self, seq, odd=odd: odd if seq.num_output_tokens == 3 else None}, rf"reason_to_end\(\): it returned {odd}, and not a text or None")
+      for odd in (5, False)],  # the recovery does not believe it either
+    *[(Scheduler, planned(change), r"schedule\(\): the sampled sequences do not match the items")
+      for change in (one_prompt, small_chunks, preempts_what_it_has_planned)],  # what is cached must be computed
     (Scheduler, {"should_swap": lambda *_: "no"}, r"should_swap\(\): it returned 'no', and not True or False"),
     (Scheduler, {"victim": lambda self, _: self.waiting[0]}, r"victim\(\): it returned Request\(\w\), and not one of the"),
     (Scheduler, {"next_waiting": lambda self: (self.running + self.waiting)[0]}, r"next_waiting\(\): it returned Request\(\w\), and"),
@@ -467,6 +344,9 @@ NAMED = [  # of a class, its methods, and what is said
     (Scheduler, {"make_room": moves_away}, r"make_room\(\): Request\(\w\) has not ended, but is 2 times in"),
     (Scheduler, {"enqueue": lambda self, request: self.waiting.extend([request] * 2)}, r"enqueue\(\): Request\(\w\) is in waiting 2 times"),
     (Scheduler, {"enqueue": lambda self, request: None}, r"enqueue\(\): the step has planned nothing, but .* neither waiting nor"),
+    (Scheduler, {"update": lambda *_: None}, r"update\(\): it did nothing: does it call super\(\)\?"),
+    (Scheduler, {"preempt": lambda *_: None}, r"preempt\(\): Request\(\w\) is still running"),
+    (Scheduler, {"tokens_to_compute": lambda *_: None}, r"tokens_to_compute\(\): it returned None, and not a list of items"),
     (Scheduler, {"commit": lambda *_: None}, r"commit\(\): the step has planned nothing"),
     (Scheduler, {"tokens_to_compute": lambda *_: []}, r"tokens_to_compute\(\): the step has planned nothing"),
     (Scheduler, {"admit": lambda *_: None}, r"admit\(\): Request\(\w\) is not running, or still waiting"),
@@ -478,6 +358,7 @@ NAMED = [  # of a class, its methods, and what is said
     (Scheduler, {"schedule": lambda self: (Scheduler.schedule(self), Scheduler.schedule(self))[1]}, r"schedule\(\): Sequence.* reads block \d+, which does not hold its tokens"),
     (BlockManager, {"take_moves": lambda self: setattr(self, "moves", Moves()) or Moves()}, r"take_moves\(\): Sequence.* reads block"),
     (BlockManager, {"take_moves": loses_copies}, r"take_moves\(\): Sequence.* reads block"),
+    (BlockManager, {"take_moves": lambda self: self.moves}, r"take_moves\(\): blocks are to be moved, but the schedule lacks them: call take_moves last"),
     (BlockManager, {"take_moves": lambda self: None}, r"take_moves\(\): it returned None, and not Moves"),
     (BlockManager, {"cache_full_blocks": without_prefix}, r"cache_full_blocks\(\): "),
     (BlockManager, {"find_prefix": any_prefix}, r"find_prefix\(\): Sequence.* reads block \d+, which does not hold its tokens"),
@@ -509,7 +390,17 @@ def finished(self, request):
     return request.has_ended
 
 
+def admits_all_that_fit(self, schedule):
+    """Not in the order of `waiting`."""
+    for request in list(self.waiting):
+        if schedule.tokens_left > 0 and self.block_manager.can_admit(request):
+            self.admit(request)
+            self.commit(self.tokens_to_compute(request, schedule), schedule)
+
+
 RIGHT = [
+    {"schedule_waiting": admits_all_that_fit, "priority": attrgetter("arrival")},
+    {"reason_to_end": lambda *_: None},  # a sequence ends by its length all the same
     {"dequeue": lambda self, request: request, "make_room": lambda self, _: [self.dequeue(one) for one in self.waiting] and None},
     {"finished": finished, "make_room": decorated(lambda self, _: any(map(self.finished, self.running)) and None)},
     {"finished": finished},  # not called as `unfinished` is

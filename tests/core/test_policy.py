@@ -14,8 +14,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.scheduler import Scheduler
 
 
-def playing(cls, prompts, max_tokens=4, **options):
-    """A scheduler with these prompts, each of one length or list, and its model."""
+def playing(methods, prompts, max_tokens=4, **options):
+    """A scheduler with these methods of its own and these prompts, each of one length or list, and
+    its model."""
+    cls = type("Policy", (Scheduler,), methods)
     scheduler = new_scheduler(cls=cls, **options)
     for i, prompt in enumerate(prompts):
         token_ids = [i] * prompt if isinstance(prompt, int) else prompt
@@ -27,13 +29,12 @@ def names(requests) -> list[str]:
     return [request.request_id for request in requests]
 
 
-class LastFirst(Scheduler):
-    def running_order(self, request):
-        return -request.arrival
+def last_first(self, request):
+    return -request.arrival
 
 
 def test_running_order_decides_about_tokens_and_priority_about_admission():
-    scheduler, runner = playing(LastFirst, [12, 12, 12], tokens=16)
+    scheduler, runner = playing({"running_order": last_first}, [12, 12, 12], tokens=16)
     assert [step(scheduler, runner) for _ in range(3)] == [
         [("0", 12), ("1", 4)],
         [("1", 8), ("0", 1), ("2", 7)],
@@ -41,142 +42,110 @@ def test_running_order_decides_about_tokens_and_priority_about_admission():
     ]
 
 
-class DecodesFirst(Scheduler):
-    def priority(self, request):
-        return -request.arrival
-
-    def running_order(self, request):
-        return request.is_prefilling, self.priority(request)
+def decodes_first(self, request):
+    return request.is_prefilling, self.priority(request)
 
 
 def test_decodes_first():
     """With the last first, a new prompt would take the budget from the decodes."""
-    for cls, plan in ((DecodesFirst, [("0", 1), ("1", 15)]), (None, [("1", 16)])):
-        cls = cls or type("LastPrompt", (Scheduler,), {"priority": DecodesFirst.priority})
-        scheduler, runner = playing(cls, [5], tokens=16)
+    for own, plan in (({"running_order": decodes_first}, [("0", 1), ("1", 15)]), ({}, [("1", 16)])):
+        scheduler, runner = playing({"priority": last_first} | own, [5], tokens=16)
         step(scheduler, runner)
         scheduler.add(new_request(1, [1] * 40))
         step(scheduler, runner)
         assert step(scheduler, runner) == plan
 
 
-class Second(Scheduler):
-    def next_waiting(self):
-        return self.waiting[1] if len(self.waiting) > 1 else None
-
-
 def test_next_waiting_may_be_any_request_or_none():
-    scheduler, runner = playing(Second, [3, 3, 3])
+    second = {"next_waiting": lambda self: self.waiting[1] if len(self.waiting) > 1 else None}
+    scheduler, runner = playing(second, [3, 3, 3])
     assert step(scheduler, runner) == [("1", 3), ("2", 3)] and names(scheduler.waiting) == ["0"]
 
 
-class NoMoreThanTwo(Scheduler):
-    def may_admit(self, request, schedule):
-        return len(self.running) < 2 and schedule.tokens_left > 4
+def at_most_two(self, request, schedule):
+    return len(self.running) < 2 and schedule.tokens_left > 4
 
 
 def test_may_admit():
-    scheduler, runner = playing(NoMoreThanTwo, [3, 3, 3])
+    scheduler, runner = playing({"may_admit": at_most_two}, [3, 3, 3])
     assert step(scheduler, runner) == [("0", 3), ("1", 3)]
-    scheduler, runner = playing(NoMoreThanTwo, [12, 3], tokens=16)
+    scheduler, runner = playing({"may_admit": at_most_two}, [12, 3], tokens=16)
     assert step(scheduler, runner) == [("0", 12)]  # 4 tokens are left
-
-
-class Bounded(Scheduler):
-    def step_budget(self):
-        return self.max_num_batched_tokens, 5
 
 
 def test_a_request_that_may_not_be_admitted_is_asked_for_once():
     asked = []
-
-    class No(Scheduler):
-        def may_admit(self, request, schedule):
-            asked.append(request.request_id)
-            return False
-
-    scheduler = new_scheduler(cls=No)
-    scheduler.add(new_request(0, 3))
-    assert step(scheduler, FakeRunner(4)) == [] and asked == ["0"]
+    no = {"may_admit": lambda self, request, schedule: bool(asked.append(request.request_id))}
+    scheduler, runner = playing(no, [3])
+    assert step(scheduler, runner) == [] and asked == ["0"]
 
 
-def test_no_prompt_is_admitted_once_the_prompt_budget_is_used():
-    class Half(Scheduler):
-        def step_budget(self):
-            return 16, 8
+BUDGETS = [
+    # no prompt is admitted once the prompt budget is used
+    ((16, 8), [8, 8], [[("0", 8)]], ["1"]),
+    # a prompt budget above the budget of the step changes nothing
+    ((6, 100), [9, 9], [[("0", 6)], [("0", 3), ("1", 3)], [("0", 1), ("1", 5)]], []),
+]
 
-    scheduler = new_scheduler(cls=Half)
-    for i in range(2):
-        scheduler.add(new_request(i, [i] * 8))
-    assert step(scheduler, FakeRunner(4)) == [("0", 8)]
-    assert names(scheduler.waiting) == ["1"] and scheduler.block_manager.num_used_blocks == 2
+
+@pytest.mark.parametrize("budget, prompts, plans, waiting", BUDGETS)
+def test_step_budget(budget, prompts, plans, waiting):
+    """And a request that waits has no blocks."""
+    scheduler, runner = playing({"step_budget": lambda self: budget}, prompts, tokens=16)
+    assert [step(scheduler, runner) for _ in plans] == plans and names(scheduler.waiting) == waiting
+    tables = [seq.block_table for request in scheduler.running for seq in request.sequences]
+    assert scheduler.block_manager.num_used_blocks == sum(map(len, tables))
 
 
 def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
-    scheduler, runner = playing(Bounded, [4, 9, 2], tokens=16)
-    assert step(scheduler, runner) == [("0", 4), ("1", 1)]
-    assert step(scheduler, runner) == [("0", 1), ("1", 5)]
-    assert step(scheduler, runner) == [("0", 1), ("1", 3), ("2", 2)]
-    assert step(scheduler, runner) == [("0", 1), ("1", 1), ("2", 1)]
-
-
-def test_a_prompt_budget_above_the_budget_of_the_step_changes_nothing():
-    cls = type("Wide", (Scheduler,), {"step_budget": lambda self: (6, 100)})
-    scheduler, runner = playing(cls, [9, 9], tokens=16)
-    assert [step(scheduler, runner) for _ in range(3)] == [
-        [("0", 6)],
-        [("0", 3), ("1", 3)],
+    bounded = {"step_budget": lambda self: (self.max_num_batched_tokens, 5)}
+    scheduler, runner = playing(bounded, [4, 9, 2], tokens=16)
+    assert [step(scheduler, runner) for _ in range(4)] == [
+        [("0", 4), ("1", 1)],
         [("0", 1), ("1", 5)],
+        [("0", 1), ("1", 3), ("2", 2)],
+        [("0", 1), ("1", 1), ("2", 1)],
     ]
 
 
-class FirstOfThem(Scheduler):
-    def victim(self, candidates):
-        return candidates[0]
-
-
-@pytest.mark.parametrize("cls, victim", [(Scheduler, "2"), (FirstOfThem, "1")])
-def test_victim(cls, victim):
+@pytest.mark.parametrize(
+    "methods, victim", [({}, "2"), ({"victim": lambda self, candidates: candidates[0]}, "1")]
+)
+def test_victim(methods, victim):
     """The candidates are the requests behind the one that needs a block."""
-    scheduler, runner = playing(cls, [4, 4, 4], max_tokens=9, num_blocks=6)
+    scheduler, runner = playing(methods, [4, 4, 4], max_tokens=9, num_blocks=6)
     while not scheduler.num_preemptions:
         step(scheduler, runner)
     assert names(scheduler.waiting) == [victim]
 
 
-class SwapsLong(Scheduler):
-    def should_swap(self, request):
-        return len(request.prompt_token_ids) > 5
-
-
 def test_should_swap():
+    long = {"should_swap": lambda self, request: len(request.prompt_token_ids) > 5}
+    blocks = {"num_blocks": 5, "num_host_blocks": 9}
     for prompt, is_swapped in ((5, False), (6, True)):
-        scheduler, runner = playing(
-            SwapsLong, [4, prompt], max_tokens=9, num_blocks=5, num_host_blocks=9
-        )
+        scheduler, runner = playing(long, [4, prompt], max_tokens=9, **blocks)
         while not scheduler.num_preemptions:
             step(scheduler, runner)
         assert bool(scheduler.waiting[0].sequences[0].host_table) == is_swapped
 
 
-class Urgent(Scheduler):
-    def priority(self, request):
-        return not request.params.extra_args.get("urgent"), request.arrival
+def is_urgent(self, request):
+    return not request.params.extra_args.get("urgent"), request.arrival
 
-    def make_room(self, schedule):
-        if not self.waiting or not self.running:
-            return
-        if self.priority(self.waiting[-1]) < self.priority(self.running[0]):
-            self.preempt(max(self.running, key=self.priority))
+
+def make_room(self, schedule):
+    both = self.waiting and self.running
+    if both and self.priority(self.waiting[-1]) < self.priority(self.running[0]):
+        self.preempt(max(self.running, key=self.priority))
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 9])
 def test_make_room_for_an_urgent_request(num_host_blocks):
     """It takes the seat in the same step, and the blocks, which may be swapped out and in by one
     step."""
-    scheduler, runner = playing(
-        Urgent, [4, 4], seqs=2, num_blocks=6, num_host_blocks=num_host_blocks
-    )
+    methods = {"priority": is_urgent, "make_room": make_room}
+    blocks = {"num_blocks": 6, "num_host_blocks": num_host_blocks}
+    scheduler, runner = playing(methods, [4, 4], seqs=2, **blocks)
     step(scheduler, runner)
     urgent = new_request(2, [2] * 16)
     urgent.params.extra_args["urgent"] = True
@@ -197,7 +166,7 @@ def test_watermark():
         (0.2, ["0", "1"]),
         (1, ["0"]),
     ):
-        scheduler, runner = playing(Scheduler, [10, 10, 10], num_blocks=10, tokens=64)
+        scheduler, runner = playing({}, [10, 10, 10], num_blocks=10, tokens=64)
         scheduler.watermark = part
         step(scheduler, runner)
         assert names(scheduler.running) == running, part

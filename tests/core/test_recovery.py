@@ -27,63 +27,52 @@ from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.processing.states import Reader
 from nanovllm.processing.text import Text
+from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 
 SHORT = SamplingParams(seed=5, max_tokens=6)
 
 
+def requests_in(thing) -> set:
+    """The requests of a plan, of a sequence, or the request itself."""
+    if isinstance(thing, Schedule):
+        return {seq.request for seq, _, _ in thing.items}
+    return {getattr(thing, "request", thing)}
+
+
+def sampled(schedule) -> set:
+    return {seq.request for seq in schedule.sampled}
+
+
 def inject(llm, monkeypatch, place: str, is_hit) -> None:
     """Raises Boom at this place whenever `is_hit` says so of the request there."""
+    states = llm.states.unfinished.values()
+    texts = [(text, state.request) for state in states for text in state.texts]
 
-    def failing(owner, name, request_of, after=False):
-        real = getattr(owner, name)
+    def of_text(text):
+        return {request for other, request in texts if other is text}
 
-        def wrapper(*args, **kwargs):
-            if not after and any(map(is_hit, request_of(*args))):
-                raise Boom
-            value = real(*args, **kwargs)
-            if after and any(map(is_hit, request_of(*args))):
-                raise Boom
-            return value
+    # what fails, which argument tells the request, and whether the work is done before
+    owner, name, i, requests_of, is_late = {
+        "runner": (llm.runner, "launch", 0, requests_in, False),
+        "sampler": (llm.runner, "launch", 0, sampled, True),  # the step has been computed
+        "priority": (llm.scheduler, "priority", 0, requests_in, False),
+        "plan": (llm.scheduler, "tokens_to_compute", 0, requests_in, True),
+        "update": (llm.scheduler, "update", 0, sampled, True),
+        "prefix": (BlockManager, "take_prefix", 1, requests_in, True),
+        "allocate": (BlockManager, "allocate", 1, requests_in, True),
+        "preempt": (llm.scheduler, "preempt", 0, requests_in, True),
+        "detokeniser": (Text, "add", 0, of_text, True),
+    }[place]
+    real = getattr(owner, name)
 
-        monkeypatch.setattr(owner, name, wrapper)
+    def failing(*args, **kwargs):
+        value = real(*args, **kwargs) if is_late else None
+        if any(map(is_hit, requests_of(args[i]))):
+            raise Boom
+        return value if is_late else real(*args, **kwargs)
 
-    def in_step(schedule, *_):
-        return {seq.request for seq, _, _ in schedule.items}
-
-    def sampled(schedule, *_):
-        return {seq.request for seq in schedule.sampled}
-
-    def of_seq(_, seq, *__):
-        return [seq.request]
-
-    def itself(request, *_):
-        return [request]
-
-    if place == "runner":
-        failing(llm.runner, "launch", in_step)
-    elif place == "sampler":  # the step has been computed
-        failing(llm.runner, "launch", sampled, after=True)
-    elif place == "priority":
-        failing(llm.scheduler, "priority", itself)
-    elif place == "plan":
-        failing(llm.scheduler, "tokens_to_compute", itself, after=True)
-    elif place == "update":
-        failing(llm.scheduler, "update", sampled, after=True)
-    elif place == "take prefix":
-        failing(BlockManager, "take_prefix", of_seq, after=True)
-    elif place == "allocate":
-        failing(BlockManager, "allocate", of_seq, after=True)
-    elif place == "preempt":
-        failing(llm.scheduler, "preempt", itself, after=True)
-    elif place == "detokeniser":
-        states = llm.states.unfinished.values()
-        owners = {id(text): state.request for state in states for text in state.texts}
-
-        def of_text(text, _):
-            return [owners[id(text)]] if id(text) in owners else []
-
-        failing(Text, "add", of_text, after=True)
+    monkeypatch.setattr(owner, name, failing)
 
 
 def fail_with(llm, is_wrong) -> list[set[str]]:
@@ -101,9 +90,7 @@ def fail_with(llm, is_wrong) -> list[set[str]]:
 
 
 CULPRITS = ["plain", "samples", "beams", "long"]
-PLACES = [
-    "runner", "sampler", "priority", "plan", "update", "take prefix", "allocate", "detokeniser",
-]  # fmt: skip
+PLACES = "runner sampler priority plan update prefix allocate detokeniser".split()
 CASES = [
     (place, culprit, setting)
     for i, place in enumerate(PLACES)
@@ -133,7 +120,7 @@ def test_only_the_culprit_ends(monkeypatch, place, culprit, setting):
         with monkeypatch.context() as patch:
             inject(llm, patch, place, is_hit)
             outputs = go_on(llm)
-        assert seen["hit"] or place == "take prefix"
+        assert seen["hit"] or place == "prefix"
         check_others(outputs, *[culprit] * (seen["hit"] > 0))
         assert (llm.stats()["failed_steps"] > 0) == (seen["hit"] > 0 and place != "detokeniser")
         check_clean(llm)
@@ -301,15 +288,12 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     check_clean(llm)
 
 
-def lengths() -> tuple[list, list]:
-    """Prompts and parameters: some end while others run."""
-    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
-    return [[i + 1] * 5 for i in range(5)], params
-
-
 def test_a_step_that_fails_loses_no_text(monkeypatch):
+    """Some requests end while others run."""
+    prompts = [[i + 1] * 5 for i in range(5)]
+    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
     llm = new_llm()
-    expected = [result(output) for output in llm.generate(*lengths(), use_tqdm=False)]
+    expected = [result(output) for output in llm.generate(prompts, params, use_tqdm=False)]
     launch, calls = llm.runner.launch, []
 
     def fail():
@@ -327,6 +311,6 @@ def test_a_step_that_fails_loses_no_text(monkeypatch):
         return collect
 
     monkeypatch.setattr(llm.runner, "launch", failing)
-    outputs = llm.generate(*lengths(), use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [result(output) for output in outputs] == expected
     assert llm.stats()["failed_steps"] == 3

@@ -136,6 +136,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 SYM = GPTQ | {"sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FORMAT = {"checkpoint_format": None, "format": "gptq_v2"}
 CASES = {
     "gptq": GPTQ | {"lm_head": True},
     "gptq, 8 bits": GPTQ | {"bits": 8, "is_sharded": True, "sizes": QWEN2},
@@ -144,11 +145,7 @@ CASES = {
     "symmetric": SYM,
     "symmetric, 8 stored for 8": SYM | {"zero": 8},  # as some tools write it (vllm#52637)
     "symmetric, 0 stored for 128": SYM | {"zero": 0, "bits": 8, "sizes": QWEN2},
-    "another name of the format": GPTQ
-    | {
-        "checkpoint_format": "gptq_v2",
-        "config": {"checkpoint_format": None, "format": "gptq_v2"},
-    },
+    "another name of the format": GPTQ | {"checkpoint_format": "gptq_v2", "config": FORMAT},
     "act order, which changed nothing": GPTQ | {"config": {"desc_act": True, "bits": 4.0}},
     "8 bits in one layer": SYM | {"of_layers": {"down_proj": {"bits": 8}}},
     "awq": AWQ | {"is_sharded": True},
@@ -185,12 +182,8 @@ def test_fp8(is_sharded, tmp_path):
     """Scales of activations and caches, which are not needed, are not read."""
     path, model = written(tmp_path, is_sharded, **FP8)
     attention = "model.layers.0.self_attn"
-    for name in (
-        f"{attention}.k_proj.input_scale",
-        f"{attention}.attn.k_scale",
-        f"{attention}.v_scale",
-    ):
-        edit(path, name, lambda _: torch.ones(1))
+    for name in ("k_proj.input_scale", "attn.k_scale", "v_scale"):
+        edit(path, f"{attention}.{name}", lambda _: torch.ones(1))
     with Threads(path, 2, **OPTIONS) as split:
         for llm in (LLM(path, **OPTIONS), split):
             (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
@@ -204,37 +197,18 @@ def test_fp8(is_sharded, tmp_path):
 
 # --- what is refused ---
 
-REFUSED = [
-    (
-        {"quant_method": "bitsandbytes"},
-        "quantization by 'bitsandbytes' is not supported: gptq, awq and fp8 are",
-    ),
-    (
-        GPTQ | {"checkpoint_format": "marlin"},
-        "quantization by 'gptq' with .*='marlin' is not supported",
-    ),
-    (
-        GPTQ | {"bits": 3},
-        r"quantization by 'gptq' with bits=3 is not supported: it must be one of \(4, 8\)",
-    ),
-    (
-        GPTQ | {"group_size": 96},
-        r"quantization by .* group_size=96 is not supported: .* \(128, 64, 32\)",
-    ),
-    (GPTQ | {"group_size": 128}, "group_size=128 is not possible .*: groups of 128 .* rows of 192"),
-    (
-        AWQ | {"version": "gemv"},
-        "quantization by 'awq' with version='gemv' is not supported: it must be one of",
-    ),
-    (
-        {"bits": 4, "group_size": 64},
-        "quantization_config has no quant_method .*MLX.*: gptq, awq and fp8 are",
-    ),
+NOT_ONE_OF = [  # settings, the field that is refused, and what it must be one of
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format", r"\('gptq', 'gptq_v2', None\)"),
+    (GPTQ | {"bits": 3}, "bits", r"\(4, 8\)"),
+    (GPTQ | {"group_size": 96}, "group_size", r"\(128, 64, 32\)"),
+    (AWQ | {"version": "gemv"}, "version", r"\('gemm', None\)"),
+    (FP8 | {"weight_block_size": None}, "weight_block_size", r"\(\[128, 128\],\)"),
+]
+ARE = "gptq, awq and fp8 are"
+REFUSED = [  # other settings, and what is said of them
+    ({"quant_method": "bitsandbytes"}, f"quantization by 'bitsandbytes' is not supported: {ARE}"),
+    ({"bits": 4, "group_size": 64}, f"quantization_config has no quant_method .*MLX.*: {ARE}"),
     ("awq", "quantization_config='awq' is not a JSON object"),
-    (
-        FP8 | {"weight_block_size": None},
-        "quantization by 'fp8' with weight_block_size=None is not supported",
-    ),
 ]
 
 
@@ -255,17 +229,23 @@ def check_refused(path, words, **options) -> None:
 @pytest.mark.parametrize("settings, words", REFUSED)
 def test_settings_that_are_refused(settings, words, gptq):
     change(gptq, quantization_config=settings)
-    start = "config.json cannot be read: " if "group_size=128" not in words else ""
-    check_refused(gptq, start + words)
+    check_refused(gptq, f"config.json cannot be read: {words}")
 
 
-def test_options_that_are_refused(gptq):
+@pytest.mark.parametrize("settings, field, allowed", NOT_ONE_OF)
+def test_values_that_are_refused(settings, field, allowed, gptq):
+    change(gptq, quantization_config=settings)
+    what = f"quantization by {settings['quant_method']!r} with {field}={settings[field]!r}"
+    words = f"{what} is not supported: it must be one of {allowed}"
+    check_refused(gptq, f"config.json cannot be read: {words}")
+
+
+def test_groups_and_options_that_are_refused(gptq):
+    change(gptq, quantization_config=GPTQ | {"group_size": 128})
+    check_refused(gptq, "group_size=128 is not possible .*: groups of 128 .* rows of 192")
     change(gptq, quantization_config=GPTQ)
     own = "'int8' is not allowed: it must be None: the checkpoint has codes of its own, by gptq"
     check_refused(gptq, own, quantization="int8")
-
-
-def test_groups_that_ranks_cannot_share(gptq):
     change(gptq, quantization_config=AWQ)
     words = "tensor_parallel_size=2: groups of 64 numbers do not divide rows of 96"
     with pytest.raises(ValueError, match=words):
@@ -306,7 +286,7 @@ DAMAGED = [  # settings, the tensor, what is in the file instead, and the error 
     (GPTQ, "g_idx", lambda t: t.half(), "{name} has dtype F16: it must be I32 or I64"),
     (GPTQ, "weight", lambda _: torch.zeros(128, 192), "D has a qweight and a weight"),
     (
-        GPTQ | {"config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        GPTQ | {"config": FP8},
         "qweight",
         lambda t: t,
         "model.* holds codes, but quant_method is 'fp8'",
@@ -338,9 +318,8 @@ def test_layers_that_are_quantized_in_part(tmp_path):
     for kind in ("qweight", "qzeros", "scales", "g_idx"):
         edit(path, f"{attention}.v_proj.{kind}", None)
     edit(path, f"{attention}.v_proj.weight", lambda _: torch.zeros(64, 128))
-    with pytest.raises(
-        ValueError, match=f"{attention}.k_proj, {attention}.v_proj must all be quant"
-    ):
+    words = f"{attention}.k_proj, {attention}.v_proj must all be quant"
+    with pytest.raises(ValueError, match=words):
         LLM(path, **OPTIONS)
 
 
@@ -365,18 +344,14 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
         LLM(path, **OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "bits, kind, value, words",
-    [
-        (
-            8,
-            "qzeros",
-            0x7E7E7E7E,
-            "up_proj has codes of 8 bits with zeros far from 128",
-        ),  # 127, and 255 would be 128
-        (4, "bias", 1, "unexpected tensors .*up_proj.bias.*, 1 in all"),
-    ],
-)
+FAR = 0x7E7E7E7E  # zeros of 127, and 255 would be 128
+NUMBERS = [
+    (8, "qzeros", FAR, "up_proj has codes of 8 bits with zeros far from 128"),
+    (4, "bias", 1, "unexpected tensors .*up_proj.bias.*, 1 in all"),
+]
+
+
+@pytest.mark.parametrize("bits, kind, value, words", NUMBERS)
 def test_numbers_that_are_refused(bits, kind, value, words, tmp_path):
     """GPTQ's tools give each layer a bias: of zeros, if the model has none."""
     path, _ = written(tmp_path, **GPTQ | {"bits": bits})

@@ -198,7 +198,6 @@ def test_what_is_not_possible_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"kv_cache_dtype='int8' is not allowed: {allowed}"):
         LLM(kv_cache_dtype="int8", attention_backend="vattention")
     odd = save(new_model("qwen3", head_dim=18), tmp_path)
-    with pytest.raises(
-        ValueError, match="'int8' is not allowed: head_dim is 18, and must be a mul"
-    ):
+    words = "'int8' is not allowed: head_dim is 18, and must be a multiple of 4"
+    with pytest.raises(ValueError, match=words):
         LLM(odd, kv_cache_dtype="int8", num_blocks=9)

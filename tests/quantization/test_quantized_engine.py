@@ -121,20 +121,17 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
     assert llm.runner.weights_per_layer > 64 * 3 * 96  # which decides on the number of threads
 
 
-@pytest.mark.parametrize(
-    "quantization, words",
-    [
-        ("int3", "quantization='int3' is not allowed: it must be 'int8' or 'int4'"),
-        ("int4", "quantization='int4' is not possible .*: groups of 32 .* rows of 48"),
-    ],
-)
-def test_what_cannot_be_quantized(quantization, words, tmp_path, monkeypatch):
+def test_what_cannot_be_quantized(path, tmp_path, monkeypatch):
+    """Nor shared by ranks."""
     monkeypatch.setattr(loader, "new_model", lambda *_: pytest.fail("a model"))
+    other = save(new_model(), tmp_path)
+    with pytest.raises(
+        ValueError, match="quantization='int3' is not allowed: it must be 'int8' or 'int4'"
+    ):
+        LLM(other, quantization="int3")
+    words = "quantization='int4' is not possible .*: groups of 32 .* rows of 48"
     with pytest.raises(ValueError, match=words):
-        LLM(save(new_model(), tmp_path), quantization=quantization)
-
-
-def test_rows_that_ranks_cannot_share(path):
+        LLM(other, quantization="int4")
     config = Config(quantization="int4", tensor_parallel_size=2)
     words = "tensor_parallel_size=2: groups of 32 numbers do not divide rows of 48"
     with pytest.raises(ValueError, match=words):

@@ -21,8 +21,7 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     tables = [seq.host_table for seq in sequences]
     check_owners("host block", tables, manager.host_ref_counts, manager.free_host_blocks)
     for key, block in manager.cached_blocks.items():
-        is_same = block.key is key or block.key == key
-        assert is_same, f"{block} can be found by another prefix: {key}"
+        assert block.key == key, f"{block} can be found by another prefix: {key}"
     num_keys = sum(block.key is not None for block in manager.blocks)
     num_cached = len(manager.cached_blocks)
     assert num_keys == num_cached, f"{num_keys} blocks have a key, {num_cached} can be found"

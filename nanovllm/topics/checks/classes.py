@@ -1,8 +1,15 @@
 """Classes: what a user-defined scheduler and block manager must provide besides valid schedules."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from inspect import signature, unwrap
+from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any
 
+from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
+from nanovllm.options import shown
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
@@ -24,3 +31,80 @@ def check_made(scheduler: Scheduler, config: Config, runner: Any) -> None:
         if own > given or (own < given and name == "tokens per block"):
             problem = f"it has {own} {name}, but the KV cache has {given}"
             raise ScheduleError(manager, "__init__", problem)
+
+
+# --- methods ---
+
+
+def base_of(owner: object) -> type:
+    return BlockManager if isinstance(owner, BlockManager) else Scheduler
+
+
+def methods_of(base: type) -> set[str]:
+    return {name for name, one in vars(base).items() if name[0] != "_" and callable(one)}
+
+
+def own_methods(owner: object, names: Iterable[str]) -> list[str]:
+    """Which of these methods of Scheduler or BlockManager are the user's own."""
+    base = base_of(owner)
+    own = []
+    for name in names:
+        if hasattr(base, name):
+            method = unwrap(getattr(owner, name))  # without checks; vars() would slow the owner
+            if getattr(method, "__func__", None) is not getattr(base, name):
+                own.append(name)
+    return own
+
+
+def check_names(owner: object) -> None:
+    """Raises ScheduleError for a method that is a value, and the other way round, for a method that
+    takes other parameters than the base's, and for one whose name resembles one of the base's, with
+    as many parameters: nothing would call it, unless other code of the class uses the name."""
+    base, cls = base_of(owner), type(owner)
+    known = methods_of(base)
+    for name in vars(base):
+        one = getattr(cls, name)
+        if name[0] != "_" and callable(one) != (name in known):
+            kind = "a method" if name in known else "a value"
+            raise ScheduleError(owner, name, f"it is {shown(one)}, and must be {kind}")
+    for name in own_methods(owner, known):
+        code = getattr(base, name).__code__
+        parameters = code.co_varnames[: code.co_argcount]
+        try:
+            signature(getattr(owner, name)).bind(*parameters[1:])
+        except TypeError as error:
+            problem = f"it must take ({', '.join(parameters)})"
+            raise ScheduleError(owner, name, problem) from error
+        except ValueError:
+            pass  # a builtin function may have no signature
+    for name in {*dir(cls)} - {*dir(base)}:
+        method = getattr(cls, name)
+        similar = get_close_matches(name, known, n=1, cutoff=0.85)
+        if not similar or name.startswith("_") or not isinstance(method, FunctionType):
+            continue
+        other = getattr(base, similar[0])
+        num_parameters = method.__code__.co_argcount
+        is_alike = num_parameters == other.__code__.co_argcount
+        if is_alike and not is_used(name, cls):
+            problem = f"nothing uses it. Is it {similar[0]}? If not, call it _{name}"
+            raise ScheduleError(owner, name, problem)
+
+
+def is_used(name: str, cls: type) -> bool:
+    """Whether another method or property has the name in its code, perhaps as a text."""
+    items = chain.from_iterable(vars(each).items() for each in cls.__mro__)
+    for other, one in items:
+        one = getattr(one, "fget", None) or getattr(one, "func", one)
+        function = unwrap(one)
+        cells = getattr(function, "__closure__", None) or ()  # of a decorated one
+        functions = [function, *[cell.cell_contents for cell in cells]]
+        codes = [getattr(one, "__code__", None) for one in functions]
+        if other != name and any(name in names_in(code) for code in codes if code):
+            return True
+    return False
+
+
+def names_in(code: CodeType) -> set:
+    names = {*code.co_names, *code.co_consts}
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return names.union(*inner)

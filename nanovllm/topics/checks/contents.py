@@ -1,15 +1,25 @@
 """Contents: which tokens are in each block, as far as the plans say. Imports no torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nanovllm.block_manager import Moves
 from nanovllm.schedule import Item
 from nanovllm.sequence import Sequence
 
-# which sequence has written a block last, the end of its tokens there, and its table, which is
-# another list after a preemption
-Mark = tuple[Sequence, int, list[int]]
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """Tokens that a sequence has written one behind the other, up to `end`."""
+
+    seq: Sequence
+    table: list[int]  # of its blocks; after a preemption, it has another list
+    end: int
+
+
+Mark = tuple[Run, int]  # the run that has written a block last, and the block's place in its table
+NOTHING: Any = (Run(None, [], 0), 0)
 
 
 @dataclass(eq=False, repr=False)
@@ -18,8 +28,7 @@ class Contents:
     own. Only blocks that are new to a sequence are compared with its tokens."""
 
     block_size: int
-    written: dict[int, Mark | None] = field(default_factory=dict)  # by block
-    on_host: dict[int, Mark | None] = field(default_factory=dict)  # by host block
+    written: dict[int, Mark] = field(default_factory=dict)  # by block, and by ~host block
 
     def go_on(self, items: Iterable[Item], moves: Moves) -> tuple[Sequence, int] | None:
         """Moves and writes the blocks of a step. A sequence that reads a block with other tokens
@@ -30,17 +39,18 @@ class Contents:
         news = []  # sequences that do not go on behind what they have written themselves
         for seq, start, num_tokens in items:
             table = seq.block_table
-            end = start + num_tokens
-            if start > 0:
-                i = (start - 1) // size
-                mark = written.get(table[i])
-                if mark is None or mark[1] != start or mark[2] is not table:
-                    news.append((seq, start, mark))
-            last = (end - 1) // size
-            for i in range(start // size, last):
-                block_end = (i + 1) * size
-                written[table[i]] = seq, block_end, table
-            written[table[last]] = seq, end, table
+            first = (start - 1) // size
+            run, _ = mark = written.get(table[first], NOTHING)
+            if run.end != start or run.table is not table:
+                news.append((seq, start, mark))
+                run = Run(seq, table, start)
+                first = start // size - 1
+            run.seq = seq
+            run.end = start + num_tokens
+            last = (run.end - 1) // size
+            while first < last:
+                first += 1
+                written[table[first]] = run, first
         for seq, start, mark in news:
             block_id = self._wrong_block(seq, start, mark)
             if block_id is not None:
@@ -48,30 +58,26 @@ class Contents:
         return None
 
     def _move(self, moves: Moves) -> None:
-        for block_id, host_id in moves.swaps_out.items():
-            self.on_host[host_id] = self.written.get(block_id)
-        for host_id, block_id in moves.swaps_in.items():
-            self.written[block_id] = self.on_host.get(host_id)
-        for source, target in moves.copies:
-            self.written[target] = self.written.get(source)
+        written = self.written
+        out = [(block_id, ~host_id) for block_id, host_id in moves.swaps_out.items()]
+        back = [(~host_id, block_id) for host_id, block_id in moves.swaps_in.items()]
+        for source, target in out + back + moves.copies:
+            run, place = written[target] = written.get(source, NOTHING)
+            written[source] = replace(run), place  # the run goes on in one of the two blocks
 
-    def _wrong_block(self, seq: Sequence, start: int, last: Mark | None) -> int | None:
+    def _wrong_block(self, seq: Sequence, start: int, last: Mark) -> int | None:
         """The block that has other tokens than the first `start` ones of the sequence. `last` says
         what the last of these blocks held before the step."""
         size = self.block_size
         ends: dict[Sequence, tuple[int, int]] = {}
-        num_blocks = -(-start // size)
-        for i, block_id in enumerate(seq.block_table[:num_blocks]):
-            block_end = (i + 1) * size
-            end = min(start, block_end)
-            mark = last if end < block_end else self.written.get(block_id)
-            if mark is None or not end <= mark[1] <= block_end:
+        for i, block_id in enumerate(seq.block_table[: -(-start // size)]):
+            end = min(start, (i + 1) * size)
+            run, place = last if end % size else self.written.get(block_id, NOTHING)
+            if place != i or run.end < end:
                 return block_id
-            writer = mark[0]
-            ends[writer] = end, block_id
+            ends[run.seq] = end, block_id
         for writer, (end, block_id) in ends.items():
-            has_salt = writer.request.first_prefix == seq.request.first_prefix
-            has_tokens = writer.token_ids[:end] == seq.token_ids[:end]
-            if not (has_salt and has_tokens):
+            own, other = [(one.request.first_prefix, one.token_ids[:end]) for one in (seq, writer)]
+            if own != other:
                 return block_id
         return None

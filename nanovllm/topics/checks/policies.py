@@ -1,18 +1,15 @@
-"""Policies: checks the names and the returned values of a user's classes. Imports no torch."""
+"""Policies: checks the returned values of a user's classes. Imports no torch."""
 
-from collections.abc import Callable, Iterable
-from difflib import get_close_matches
+from collections.abc import Callable
 from functools import wraps
-from inspect import unwrap
-from itertools import chain
-from types import CodeType, FunctionType
 from typing import Any
 
 from nanovllm.block_manager import Block, BlockManager, Moves
-from nanovllm.options import is_int, shown
+from nanovllm.options import is_int
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.topics.checks.effects import EFFECTS, Check
+from nanovllm.topics.checks.classes import check_names, own_methods
+from nanovllm.topics.checks.effects import EFFECTS, KEYS, Check, wrong_value
 
 
 def check_policy(owner: Scheduler | BlockManager) -> None:
@@ -20,82 +17,12 @@ def check_policy(owner: Scheduler | BlockManager) -> None:
     or leaves its work undone, raises a ScheduleError with the method and what is wrong."""
     check_names(owner)
     checks = VALUES | EFFECTS
-    for name in own_methods(owner, checks):
+    names = own_methods(owner, checks)
+    if own_methods(owner, KEYS):
+        names.append("enqueue")  # it may compare keys
+    for name in names:
         method = checked(owner, name, checks[name])
         setattr(owner, name, method)
-    for name in own_methods(owner, KEYS):
-        method = sorting(owner, name)
-        setattr(owner, name, method)
-
-
-def base_of(owner: object) -> type:
-    return BlockManager if isinstance(owner, BlockManager) else Scheduler
-
-
-def found(owner: object, name: str) -> Any:
-    return vars(owner).get(name, getattr(type(owner), name, None))
-
-
-def methods_of(base: type) -> set[str]:
-    public = {name for name in vars(base) if not name.startswith("_")}
-    return {name for name in public if callable(getattr(base, name))}
-
-
-def own_methods(owner: object, names: Iterable[str]) -> list[str]:
-    """Which of these methods of Scheduler or BlockManager are the user's own."""
-    base = base_of(owner)
-    known = [name for name in names if hasattr(base, name)]
-    return [name for name in known if found(owner, name) is not getattr(base, name)]
-
-
-# --- names ---
-
-
-def check_names(owner: object) -> None:
-    """Raises ScheduleError for a method that is a value, and the other way round, and for a method
-    whose name resembles one of the base's, with as many parameters: nothing would call it, unless
-    other code of the class uses the name."""
-    base, cls = base_of(owner), type(owner)
-    known = methods_of(base)
-    for name in vars(base):
-        one = found(owner, name)
-        if name[0] != "_" and callable(one) != (name in known):
-            kind = "a method" if name in known else "a value"
-            raise ScheduleError(owner, name, f"it is {shown(one)}, and must be {kind}")
-    for name in {*dir(cls)} - {*dir(base)}:
-        method = getattr(cls, name)
-        similar = get_close_matches(name, known, n=1, cutoff=0.85)
-        if not similar or name.startswith("_") or not isinstance(method, FunctionType):
-            continue
-        other = getattr(base, similar[0])
-        num_parameters = method.__code__.co_argcount
-        is_alike = num_parameters == other.__code__.co_argcount
-        if is_alike and not is_used(name, cls):
-            problem = f"nothing uses it. Is it {similar[0]}? If not, call it _{name}"
-            raise ScheduleError(owner, name, problem)
-
-
-def is_used(name: str, cls: type) -> bool:
-    """Whether another method or property has the name in its code, perhaps as a text."""
-    items = chain.from_iterable(vars(each).items() for each in cls.__mro__)
-    for other, one in items:
-        one = getattr(one, "fget", None) or getattr(one, "func", one)
-        function = unwrap(one)
-        cells = getattr(function, "__closure__", None) or ()  # of a decorated one
-        functions = [function, *[cell.cell_contents for cell in cells]]
-        codes = [getattr(one, "__code__", None) for one in functions]
-        if other != name and any(name in names_in(code) for code in codes if code):
-            return True
-    return False
-
-
-def names_in(code: CodeType) -> set:
-    names = {*code.co_names, *code.co_consts}
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return names.union(*inner)
-
-
-# --- methods ---
 
 
 def checked(owner: object, name: str, check: Check) -> Callable:
@@ -114,56 +41,6 @@ def checked(owner: object, name: str, check: Check) -> Callable:
     return policy
 
 
-def sorting(owner: object, name: str) -> Callable:
-    """Returns the method, with its sort keys checked. Each must compare with the one before."""
-    method = getattr(owner, name)
-    last: Any = None
-    last_kinds: Any = None  # if all its values compare with any others of their kinds
-
-    @wraps(method)
-    def policy(*args: Any, **kwargs: Any) -> Any:
-        nonlocal last, last_kinds
-        key = method(*args, **kwargs)
-        parts = key if type(key) is tuple else (key,)
-        kinds = tuple(map(type, parts))
-        if kinds != last_kinds:
-            other = last
-            last = last_kinds = None
-            if not is_key(key, other):
-                problem = wrong_value(key, A_KEY)
-                raise ScheduleError(owner, name, problem)
-            last = key
-            if PLAIN.issuperset(kinds):
-                last_kinds = kinds
-        return key
-
-    return policy
-
-
-A_KEY = "a sort key such as (request.user_priority, request.arrival)"
-PLAIN = {int, str, bool}
-
-
-def is_key(key: Any, other: Any = None) -> bool:
-    """Whether requests can be sorted by it. NaN differs from itself, sets have no order, and an
-    array has no truth value."""
-    try:
-        if isinstance(key, tuple | list):
-            is_ordered = all(map(is_key, key))
-        else:
-            is_ordered = key is not None and not isinstance(key, set | frozenset)
-        if not is_ordered or key != key:
-            return False
-        return other is None or (key < other) in (True, False)
-    except Exception:
-        return False
-
-
-def wrong_value(value: object, allowed: str) -> str:
-    hint = ": is a `return` missing?" if value is None else ""
-    return f"it returned {shown(value)}, and not {allowed}{hint}"
-
-
 def returns(is_right: Callable, allowed: str) -> Check:
     """Makes the check of a returned value."""
 
@@ -176,7 +53,7 @@ def returns(is_right: Callable, allowed: str) -> Check:
 
 def is_answer(_: object, value: Any, *args: object) -> bool:
     """Accepts also those of NumPy."""
-    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+    return type(value).__name__ in ("bool", "bool_")
 
 
 def is_waiting(scheduler: Scheduler, choice: Any) -> bool:
@@ -197,14 +74,12 @@ def is_prefix(manager: BlockManager, blocks: Any, seq: Any) -> bool:
 
 
 def is_taken(manager: BlockManager, block: Any) -> bool:
-    if not isinstance(block, Block):
-        return False
-    is_own = block.ref_count == 1 and block.key is None
-    return is_own and block.id not in manager.free_blocks
+    is_one = isinstance(block, Block) and block.id not in manager.free_blocks
+    return is_one and block.ref_count == 1 and block.key is None
 
 
-KEYS = "priority", "running_order"
 AN_ANSWER = returns(is_answer, "True or False")
+A_COUNT = returns(lambda _, value, *args: is_int(value, 0), "a number that is not negative")
 VALUES: dict[str, Check] = {
     "may_admit": AN_ANSWER,
     "should_swap": AN_ANSWER,
@@ -217,6 +92,11 @@ VALUES: dict[str, Check] = {
     # of a block manager
     "can_allocate": AN_ANSWER,
     "can_admit": AN_ANSWER,
+    "num_blocks_for": A_COUNT,
+    "max_blocks_needed": A_COUNT,
+    "longest_that_fits": A_COUNT,
+    "num_new_blocks": A_COUNT,
+    "num_blocks_at_fork": A_COUNT,
     "find_prefix": returns(is_prefix, "a list of blocks that leaves out the sequence's last token"),
     "take_block": returns(is_taken, "a block that was free, has no key, and has a ref_count of 1"),
     "take_moves": returns(lambda _, value: isinstance(value, Moves), "Moves"),

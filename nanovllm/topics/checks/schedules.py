@@ -12,10 +12,12 @@ from nanovllm.config import Limits
 from nanovllm.options import shown
 from nanovllm.schedule import Item, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request, Sequence
+from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
+from nanovllm.topics.checks.classes import methods_of, own_methods
 from nanovllm.topics.checks.contents import Contents
-from nanovllm.topics.checks.policies import KEYS, VALUES, check_policy, methods_of, own_methods
+from nanovllm.topics.checks.effects import KEYS, check_keys
+from nanovllm.topics.checks.policies import VALUES, check_policy
 from nanovllm.topics.decoding.drafts import without_draft
 
 
@@ -55,10 +57,9 @@ class ScheduleChecks:
             raise ScheduleError(scheduler, "watermark", problem)
         try:
             schedule = scheduler.schedule()
-        except ScheduleError:
-            raise
-        except Exception:  # of a request, unless the class has queued or sorted requests wrongly
-            check_order(scheduler)
+        except Exception as error:
+            if not isinstance(error, ScheduleError):
+                check_order(scheduler)  # it may have queued or sorted requests wrongly
             raise
         if not schedule.items:
             self._check_blocks()
@@ -80,8 +81,10 @@ class ScheduleChecks:
             suspects = CACHING if is_cached and own_methods(manager, CACHING) else MOVING
             raise blamed(scheduler, problem, suspects)
         self.num_steps += 1
+        i = self.num_steps % len(scheduler.running)  # two requests, in each step other ones
+        check_keys(scheduler, "running_order", scheduler.running[i : i + 2])
         is_own = type(manager) is not BlockManager
-        if is_own or self.num_steps % (1 + len(manager.blocks) // 64) == 0:
+        if is_own or self.num_steps % (1 + len(manager.blocks) // 32) == 0:
             self._check_blocks()
 
     def _check_blocks(self) -> None:
@@ -127,10 +130,8 @@ def nothing_planned(scheduler: Scheduler, unfinished: Collection[str]) -> Schedu
         why = f"neither waiting nor running: {shown(sorted(lost))}"
     elif not scheduler.running and scheduler.next_waiting() is None:
         why = "next_waiting() returned None, and no request runs"
-    what = (
-        f"the step has planned nothing, but there are unfinished requests: {shown([*unfinished])}"
-    )
-    return blamed(scheduler, f"{what}; {why}")
+    what = f"there are unfinished requests: {shown([*unfinished])}"
+    return blamed(scheduler, f"the step has planned nothing, but {what}; {why}")
 
 
 def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> None:
@@ -141,51 +142,56 @@ def check_schedule(schedule: Schedule, scheduler: Scheduler, limits: Limits) -> 
     size = manager.block_size
     most = limits.max_model_len
     running = set(scheduler.running)
-    seen = set[Sequence]()
+    num_planned = 0
+    last_ones = []  # sequences whose last token is computed
     for item in schedule.items:
         if not isinstance(item, Item):
             raise wrong(f"{shown(item)} is in the schedule, and not an Item")
         seq, start, num_tokens = item
-        if seq in seen:
-            raise wrong(f"{seq} is in the schedule twice")
-        seen.add(seq)
+        table = seq.block_table
+        length = len(seq.token_ids)
         if seq.request not in running or seq.finish_reason:
             why = "it has ended, or its request is not in scheduler.running"
             raise wrong(f"{seq} is in the schedule, but {why}")
         end = start + num_tokens
-        if type(num_tokens) is not int or num_tokens < 1 or end > len(seq.token_ids):
+        if type(num_tokens) is not int or num_tokens < 1 or end > length:
             missing = f"{seq.num_missing_tokens} are missing"
             raise wrong(f"{seq} is to compute {num_tokens} tokens, but {missing}")
         if start != seq.num_computed_tokens:
             raise wrong(f"{seq} is to compute tokens from {start} on, but that is not the next one")
         if end > most:
-            raise wrong(f"{seq} has {end} tokens, but max_model_len={limits.max_model_len}")
-        if end > len(seq.block_table) * size:
+            raise wrong(f"{seq} has {end} tokens, but max_model_len={most}")
+        if end > len(table) * size:
             raise wrong(f"{seq} lacks blocks for {num_tokens} tokens: allocate them first")
-        block_id = seq.block_table[start // size]
+        block_id = table[start // size]
         if blocks[block_id].ref_count > 1 and block_id not in manager.unwritten:
             raise wrong(f"{seq} is to write into block {block_id}, which others read")
-    totals = {"max_num_batched_tokens": schedule.num_tokens, "max_num_seqs": len(schedule.items)}
+        num_planned += num_tokens
+        if end == length:
+            last_ones.append(seq)
+    seqs = [seq for seq, _, _ in schedule.items]
+    if len({*seqs}) < len(seqs):
+        raise wrong(f"{max(seqs, key=seqs.count)} is in the schedule twice")
+    totals = {"max_num_batched_tokens": num_planned, "max_num_seqs": len(schedule.items)}
     for name, total in totals.items():
         limit = getattr(limits, name)
         if total > limit:
             raise wrong(f"the schedule has {total} {name.split('_')[-1]}, but {name}={limit}")
-    check_sampled(schedule, wrong)
+    check_sampled(schedule, last_ones, running, wrong)
     if manager.moves:
         raise wrong("blocks are to be moved, but the schedule lacks them: call take_moves last")
 
 
-def check_sampled(schedule: Schedule, wrong: Callable) -> None:
+def check_sampled(schedule: Schedule, last_ones: list, running: set, wrong: Callable) -> None:
     """Checks that exactly the sequences whose last token is computed get a next token, and that a
     request's samples get theirs together."""
-    sampled = schedule.sampled.keys()
-    last_ones = [seq for seq, start, n in schedule.items if start + n == len(seq.token_ids)]
-    if [*dict.fromkeys(schedule.sampled.values())] != last_ones:
+    rows = [*schedule.sampled.values()]
+    if rows != last_ones and [*dict.fromkeys(rows)] != last_ones:
         raise wrong("the sampled sequences do not match the items: add items with commit only")
-    for request in {seq.request for seq in sampled if seq.request.params.n > 1}:
+    for request in [one for one in running if one.params.n > 1]:
         unfinished = request.unfinished
-        num_drawn = len(sampled & {*unfinished})
-        if num_drawn < len(unfinished):
+        num_drawn = len(schedule.sampled.keys() & {*unfinished})
+        if 0 < num_drawn < len(unfinished):
             what = f"{num_drawn} of {len(unfinished)} sequences of {request.request_id}"
             raise wrong(f"{what} would get a token: it must be all or none")
 
@@ -208,14 +214,8 @@ def check_order(scheduler: Scheduler) -> None:
     """Raises ScheduleError if a request is queued twice, or if the queues cannot be sorted."""
     queued = scheduler.running + scheduler.waiting
     check_queues(scheduler, queued, [one for one in queued if one.is_new or not one.has_ended])
-    for name, queue in {"priority": scheduler.waiting, "running_order": scheduler.running}.items():
-        keys = [*map(getattr(scheduler, name), queue)]
-        try:
-            keys.sort()
-        except Exception as error:
-            own = own_methods(scheduler, [name]) or ["priority"]
-            problem = f"its values cannot be sorted: {error}: {shown(keys)}"
-            raise ScheduleError(scheduler, own[0], problem) from error
+    for name, queue in KEYS.items():
+        check_keys(scheduler, name, getattr(scheduler, queue))
 
 
 # the methods of a block manager that decide which tokens are in which block

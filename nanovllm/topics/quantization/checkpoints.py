@@ -125,19 +125,19 @@ class QuantizedReader(Reader):
             problem = f"holds codes, but quant_method is {self.method.name!r}"
             raise self.wrong(f"{layer}.qweight", problem)
         names = self.names_of(layer)
-        qweight = self.stored[names["qweight"]].shape
+        name = names.pop("qweight")
+        qweight = self.stored[name].shape
         if len(qweight) != 2:
-            raise self.wrong(names["qweight"], f"has shape {qweight}, and not two dimensions")
-        self.require(names["qweight"], DTYPES["qweight"], qweight)
-        own = Codes(self.method.bits, self.method.group)
-        others = product(ALLOWED[self.method.name]["bits"], SIZES)
-        found = own
-        for codes in (own, *starmap(Codes, others)):
-            shapes = codes.shapes(qweight, self.method.name) | {"qweight": qweight}
-            if all(self.stored[name].shape == shapes[kind] for kind, name in names.items()):
-                found = codes
-                break
-        for kind, shape in found.shapes(qweight, self.method.name).items():
+            raise self.wrong(name, f"has shape {qweight}, and not two dimensions")
+        self.require(name, DTYPES["qweight"], qweight)
+        method = self.method
+        own = Codes(method.bits, method.group)
+        others = starmap(Codes, product(ALLOWED[method.name]["bits"], SIZES))
+        stored = {kind: self.stored[name].shape for kind, name in names.items()}
+        shapes = {codes: codes.shapes(qweight, method.name) for codes in (own, *others)}
+        fitting = [codes for codes in shapes if stored.items() <= shapes[codes].items()]
+        found = fitting[0] if fitting else own
+        for kind, shape in shapes[found].items():
             if kind in names:
                 self.require(names[kind], DTYPES[kind], shape)
         if "g_idx" in names:
@@ -204,6 +204,7 @@ class View:
     def __init__(self, tensors: Any, reader: QuantizedReader):
         self.tensors = tensors
         self.reader = reader
+        self.is_awq = reader.method.name == "awq"
         self.names = {}  # the name that the loader sees -> the stored name
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             if name in reader.surplus and not tensors.get_tensor(name).any():
@@ -242,10 +243,6 @@ class View:
         if self.is_awq:
             return integers(tensor, bits, True).T
         return integers(tensor.T, bits, False)
-
-    @property
-    def is_awq(self) -> bool:
-        return self.reader.method.name == "awq"
 
 
 class Whole:

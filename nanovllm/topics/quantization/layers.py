@@ -50,10 +50,8 @@ def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
     middle = -(-hf_config.intermediate_size // num_ranks)
     for width in (hf_config.hidden_size, heads, middle):
         if width % group:
-            raise ValueError(
-                f"{name} is not possible with tensor_parallel_size={num_ranks}: "
-                f"groups of {group} numbers do not divide rows of {width}"
-            )
+            why = f"groups of {group} numbers do not divide rows of {width}"
+            raise ValueError(f"{name} is not possible with tensor_parallel_size={num_ranks}: {why}")
 
 
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
