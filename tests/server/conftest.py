@@ -5,13 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from browser import opened
 from extras import needs
+from server_tools import PacedRunner, left_idle
 
 
 @pytest.fixture
-def server(running):
+def server(running, monkeypatch):
     """After the test nothing is left in it."""
-    yield running
-    running.check_idle()
+    runner = running.llm.runner
+    if isinstance(runner, PacedRunner):
+        runner.reset()
+    with left_idle(running):
+        yield running
+        monkeypatch.undo()
+        if isinstance(runner, PacedRunner):
+            runner.free()
 
 
 @pytest.fixture
