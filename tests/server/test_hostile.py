@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import struct
@@ -449,6 +450,19 @@ def test_without_time_to_drain_streams_are_cut():
             assert "[DONE]" not in "".join(rest)
         server.end()
         assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_connections_for_which_no_file_is_left_wait():
+    with ServeProcess() as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, 64))
+        address = (server.http.base_url.host, server.http.base_url.port)
+        socks = [socket.create_connection(address) for _ in range(100)]
+        server.wait_for_log("Too many open files")
+        for sock in socks:
+            sock.close()
+        assert server.http.get("/health").status_code == 200
+        assert server.log.count("Too many open files") < 100  # once a second, not for each
 
 
 # --- anything ---
