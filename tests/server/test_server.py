@@ -59,8 +59,9 @@ def parrot(running_parrot):
 
 
 def test_health_and_version(server):
-    health = server.http.get("/health")
-    assert (health.status_code, health.content) == (200, b"")
+    for method in ("GET", "HEAD"):
+        health = server.http.request(method, "/health")
+        assert (health.status_code, health.content) == (200, b"")
     assert server.http.get("/version").json().keys() == {"version"}
 
 
