@@ -5,20 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from browser import opened
 from extras import needs
-from server_tools import PacedRunner, left_idle
+from server_tools import PacedRunner
 
 
 @pytest.fixture
 def server(running, monkeypatch):
     """After the test nothing is left in it."""
     runner = running.llm.runner
-    if isinstance(runner, PacedRunner):
+    is_paced = isinstance(runner, PacedRunner)
+    if is_paced:
         runner.reset()
-    with left_idle(running):
-        yield running
-        monkeypatch.undo()
-        if isinstance(runner, PacedRunner):
-            runner.free()
+    yield running
+    monkeypatch.undo()
+    if is_paced:
+        runner.free()
+    running.check_idle()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from extras import needs
 from frames import states_of
 from server_tools import Running, new_parrot
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RoundRobin, SamplingParams
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.server import cli, commands
@@ -88,12 +88,6 @@ def test_each_field_is_an_option_with_its_text_and_default(command, kinds, defau
     assert all(f"{{{words}}}" in text.replace(", ", ",") for words in values)
 
 
-def test_what_is_not_given_keeps_its_default():
-    for command in (["serve"], ["chat"], ["complete", "a"]):
-        args = cli.new_parser().parse_args(command)
-        assert commands.given(args, Config) == {} and commands.given(args, SamplingParams) == {}
-
-
 @pytest.mark.parametrize("option", ["api_key", "served_model_name"])
 def test_what_has_no_bytes_is_refused(option):
     """As the environment gives a key that is no UTF-8: each request was a 500."""
@@ -102,13 +96,15 @@ def test_what_has_no_bytes_is_refused(option):
     assert option != "api_key" or "cret" not in str(refused.value)
 
 
-def test_a_dict_is_json():
-    """On the command line, and by way of a file of options."""
-    fields = {"num_speculative_tokens": 3}
-    words = cli.words_of({"speculative_config": fields, "enforce_eager": False, "seed": 5})
-    args = cli.new_parser().parse_args(["serve", *words])
-    given = commands.given(args, Config)
-    assert given == {"speculative_config": fields, "enforce_eager": False, "seed": 5}
+def test_options_of_a_file_are_words_of_the_command_line():
+    """As YAML has them, or as texts. A dict is JSON."""
+    config = {"model": "m", "speculative_config": {"num_speculative_tokens": 3}, "seed": 5}
+    config |= {"enforce_eager": True, "enable_prefix_caching": "false", "kv_cache_gib": "1.5"}
+    more = {"replicas": 2, "router_cls": "nanovllm:RoundRobin", "allowed_origins": ["a", "-b"]}
+    args = cli.new_parser().parse_args(["serve", *cli.words_of(config | more)])
+    numbers = {"enable_prefix_caching": False, "kv_cache_gib": 1.5}
+    assert commands.given(args, Config) == config | numbers
+    assert (args.replicas, args.router_cls, args.allowed_origins) == (2, RoundRobin, ["a", "-b"])
 
 
 def test_values_have_the_types_of_their_fields():
@@ -134,11 +130,6 @@ def test_a_list_takes_one_value_and_leaves_the_model(option):
     assert vars(args)[option[2:].replace("-", "_")] == ["one", "two"] and args.model == "org/model"
     args = cli.new_parser().parse_args(["chat", "--stop", "a", "org/model"])
     assert args.stop == ["a"] and args.model == "org/model"
-    words = cli.words_of({option[2:]: ["a", "-b"]})
-    assert vars(cli.new_parser().parse_args(["serve", *words]))[option[2:].replace("-", "_")] == [
-        "a",
-        "-b",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -192,18 +183,9 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(options, capsys):
     assert f"port={port}" in sentence and "in use" in sentence and "/no/model" not in sentence
 
 
-@pytest.mark.parametrize(
-    "missing, extra, options",
-    [
-        ("fastapi", "server", []),
-        ("uvicorn", "server", []),
-        ("prometheus_client", "server", []),
-        ("ray", "ray", ["--replicas", "2"]),
-    ],
-)
-def test_what_is_not_installed_is_said_with_the_way_to_install_it(
-    missing, extra, options, monkeypatch, capsys
-):
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client", "ray"])
+def test_what_is_not_installed_is_said_with_the_way_to_install_it(missing, monkeypatch, capsys):
+    extra, options = ("ray", ["--replicas", "2"]) if missing == "ray" else ("server", [])
     for name in [*sys.modules]:
         if name.startswith("nanovllm.topics.server") and not name.endswith("settings"):
             monkeypatch.delitem(sys.modules, name)

@@ -28,10 +28,7 @@ def new_tool(name: str, parameters: dict) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-TOOLS = [
-    new_tool("greet", PERSON),
-    {"type": "function", "function": {"name": "stop"}},
-]
+TOOLS = [new_tool("greet", PERSON), {"type": "function", "function": {"name": "stop"}}]
 MODEL = "org/tiny"
 
 
@@ -46,10 +43,8 @@ def is_person(value) -> bool:
     return is_whole and value["name"].isalpha() and 0 <= value["age"] <= 99
 
 
-SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "person", "strict": True, "schema": PERSON},
-}
+JSON_SCHEMA = {"name": "person", "strict": True, "schema": PERSON}
+SCHEMA = {"type": "json_schema", "json_schema": JSON_SCHEMA}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -151,7 +151,8 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_clients_that_leave_at_random_moments(server, pool, expected, count):
+def test_many_clients_that_leave_at_random_moments(server, pool, expected, caplog, count):
+    """Also after a part of a request. It is not a fault of the server, whose log has no error."""
     rng = random.Random(3)
 
     async def client(i: int) -> None:
@@ -159,7 +160,7 @@ def test_many_clients_that_leave_at_random_moments(server, pool, expected, count
         body = {"prompt": [5] * rng.randrange(1, 120), "max_tokens": rng.randrange(1, 60)}
         body["n"] = rng.randrange(1, 4)
         data = request_bytes(COMPLETIONS, {**body, "stream": rng.random() < 0.7})
-        writer.write(data[: rng.choice([len(data)] * 5 + [len(data) // 2])])
+        writer.write(data[: rng.choice([len(data)] * 5 + [rng.randrange(len(data))])])
         await writer.drain()
         if rng.random() < 0.8:
             with suppress(asyncio.TimeoutError):
@@ -174,15 +175,7 @@ def test_many_clients_that_leave_at_random_moments(server, pool, expected, count
     neighbours = [pool.submit(server.complete, **NEIGHBOUR) for _ in range(3)]
     asyncio.run(clients())
     assert {text_of(neighbour.result()) for neighbour in neighbours} == {expected}
-
-
-def test_a_client_that_does_not_read_holds_nobody_up(server, expected):
-    body = {**NEIGHBOUR, "max_tokens": 400, "n": 3, "stream": True}
-    sock = server.connect(receive_buffer=16384)
-    sock.sendall(request_bytes(COMPLETIONS, body))
-    read_until(sock, b"data: ")
-    assert text_of(server.complete(**NEIGHBOUR)) == expected
-    leave(sock, True)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_idle_connections_are_closed(server, monkeypatch):
@@ -202,18 +195,6 @@ def test_idle_connections_are_closed(server, monkeypatch):
         assert not silent.recv(1)
     read_until(stream, b"data: ")
     leave(stream, True)
-
-
-@pytest.mark.parametrize("num_missing", [1, 60, 150])
-def test_half_a_request_and_then_nothing(server, expected, caplog, num_missing):
-    """It is not a fault of the server, whose log stays empty."""
-    data = request_bytes(COMPLETIONS, NEIGHBOUR)
-    for is_abrupt in (False, True):
-        sock = server.connect()
-        sock.sendall(data[:-num_missing])
-        leave(sock, is_abrupt)
-    assert text_of(server.complete(**NEIGHBOUR)) == expected
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # --- too much ---
@@ -254,7 +235,6 @@ TOO_MUCH = {
     "a body of 2 MB": (COMPLETIONS, {"prompt": "x" * 2**21}, 413, None),
     "a text that cannot fit": (COMPLETIONS, {"prompt": "the fox " * 60_000}, 400, "prompt"),
     "ids that cannot fit": (COMPLETIONS, {"prompt": [5] * 200_000}, 400, "prompt"),
-    "a list of 300,000 lists": (COMPLETIONS, {"prompt": [[]] * 300_000}, 400, "prompt"),
     "65 prompts": (COMPLETIONS, {**SMALL, "prompt": ["a"] * 65}, 400, "prompt"),
     "17 outputs": (COMPLETIONS, {**SMALL, "n": 17}, 400, "n"),
     "21 log-probabilities": (COMPLETIONS, {**SMALL, "logprobs": 21}, 400, "logprobs"),
@@ -312,26 +292,21 @@ def test_a_step_that_fails_ends_its_request_and_no_other(server, pool, expected)
     neighbours = [pool.submit(server.complete, **NEIGHBOUR) for _ in range(3)]
     body = {**NEIGHBOUR, "prompt": [9, 9, 9]}
     bad = pool.submit(server.http.post, COMPLETIONS, json=body)
+    one_of_two = pool.submit(server.http.post, COMPLETIONS, json={**body, "prompt": [[5], [9] * 3]})
     stream = new_client(server, {**body, "stream": True})
-    wait_for(lambda: len(server.engine.open) == 5)
+    wait_for(lambda: len(server.engine.open) == 7)
     server.llm.runner.step(2)
     data = read_until(stream, b"data: ")
     server.llm.runner.free()
-    error = checked_error(bad.result(), 500)
-    assert error["type"] == "server_error" and "Boom" in error["message"]
+    for answer in (bad, one_of_two):
+        error = checked_error(answer.result(), 500)
+        assert error["type"] == "server_error" and "Boom" in error["message"]
     data = (data + read_until(stream, b"[DONE]")).decode()
     stream.close()
     *chunks, last = (json.loads(text) for text in re.findall(r"data: (\{.*\})\n", data))
     check_error(last["error"], 500)
     assert len(chunks) == 4 and all(c["choices"][0]["finish_reason"] is None for c in chunks)
     assert [text_of(neighbour.result()) for neighbour in neighbours] == [expected] * 3
-
-
-def test_a_stream_whose_first_step_fails_has_a_status(server):
-    fail_for(server, 9, 3)
-    checked_error(server.http.post(COMPLETIONS, json={"prompt": [9, 9, 9], "stream": True}), 500)
-    error = server.refused(COMPLETIONS, {"prompt": [[5], [9, 9, 9]]}, 500)
-    assert "Boom" in error["message"]
 
 
 def test_a_scheduler_that_is_half_right(server, pool, expected, monkeypatch):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from server_tools import (
-    CHATS,
     COMPLETIONS,
     Running,
     ServeProcess,
@@ -88,25 +87,19 @@ def test_what_was_aborted_or_failed_is_counted(server, monkeypatch):
     assert new['request_success_total{finished_reason="error"}'] == 1
 
 
-def test_all_metrics_have_the_name_of_the_model(server):
-    server.complete(**SMALL)
-    lines = server.http.get("/metrics").text.splitlines()
-    ours = [line for line in lines if line.startswith("nanovllm:")]
-    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
-
-
 def test_a_model_may_have_several_names(server):
+    """All metrics have the first one."""
     models = server.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["first", "second"]
     assert server.http.get("/v1/models/second").json()["root"] == "first"
     for name, said in (("first", "first"), ("second", "second"), (None, "first")):
         assert server.complete(**SMALL, model=name)["model"] == said
+    lines = server.http.get("/metrics").text.splitlines()
+    ours = [line for line in lines if line.startswith("nanovllm:")]
+    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
 
 
-def test_priorities_are_for_those_that_the_server_lets(server):
-    chat = {"messages": [{"role": "user", "content": "a"}]}
-    for path, body in ((COMPLETIONS, SMALL), (CHATS, chat)):
-        server.post(path, {**body, "priority": 0})
+def test_priorities_are_for_those_that_the_server_lets():
     with Running(new_parrot(), allow_priority=True) as other:
         other.complete(**SMALL, priority=-5)
 

@@ -16,7 +16,6 @@ from server_tools import (
     COMPLETIONS,
     Running,
     checked_error,
-    left_idle,
     new_parrot,
 )
 
@@ -51,8 +50,8 @@ def running_parrot():
 
 @pytest.fixture
 def parrot(running_parrot):
-    with left_idle(running_parrot):
-        yield running_parrot
+    yield running_parrot
+    running_parrot.check_idle()
 
 
 # --- service ---
@@ -250,10 +249,8 @@ def test_pages_of_others_may_ask_if_they_are_allowed():
     """A browser asks first, without the key, and reads an error only if it is allowed to."""
     options = dict(allowed_origins=["http://there"], api_key=["key"], served_model_name=[MODEL])
     with Running(new_parrot(), **options) as server:
-        asked = {
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization",
-        }
+        asked = {"access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization"
         for origin, status in (("http://there", 200), ("http://elsewhere", 400)):
             headers = {"origin": origin, **asked}
             response = server.http.request("OPTIONS", CHATS, headers=headers)
@@ -309,8 +306,6 @@ def test_n_outputs_of_several_prompts_come_in_order(server):
     usages = [one["usage"] for one in alone]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer["usage"][name] == sum(usage[name] for usage in usages)
-    streamed = joined(server.events(COMPLETIONS, dict(prompt=prompts, n=2, max_tokens=6, seed=4)))
-    assert [streamed[i]["text"] for i in range(6)] == texts
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1, 5])
@@ -410,13 +405,6 @@ def test_a_stream_joined_is_the_whole_answer(server, more):
     assert sum(len(event["choices"]) for event in events) == whole["usage"]["completion_tokens"]
     assert len({event["id"] for event in [*events, last]}) == 1
     assert {event["object"] for event in events} == {"text_completion"}
-
-
-def test_the_usage_is_streamed_only_if_asked_for(server):
-    body = {"prompt": PROMPT, "max_tokens": 3}
-    for options in (None, {}, {"include_usage": False}, {"include_usage": None}):
-        events = server.events(COMPLETIONS, {**body, "stream_options": options})
-        assert all(event["choices"] and "usage" not in event for event in events)
 
 
 def test_a_bias_makes_the_token(server):
@@ -542,21 +530,34 @@ def test_n_answers_are_streamed(server):
     assert sum(len(event["choices"]) for event in events) == whole["usage"]["completion_tokens"]
 
 
+ANYWAY = {
+    "audio": None, "prediction": None, "verbosity": None, "reasoning_effort": None, "anything": None,
+    "n": 1, "use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "functions": [],
+    "documents": [], "vllm_xargs": {}, "user": "me", "metadata": {"a": "b"}, "store": True,
+    "suffix": None, "priority": 0,
+}  # fmt: skip
+OF_CHATS = {"echo": False, "include_reasoning": True, "parallel_tool_calls": False, "tools": []}
+STREAMED = {"include_usage": None, "continuous_usage_stats": False, "include_obfuscation": False}
+
+
 @pytest.mark.parametrize(
-    "more",
+    "path, more",
     [
-        {"response_format": {"type": "text"}},  # others need an extra: test_formats.py
-        {"tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
-        {"tool_choice": "auto", "parallel_tool_calls": False, "functions": []},
-        {"reasoning_effort": "high", "chat_template_kwargs": {}},
-        {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"enable_thinking": True}},
-        {"logprobs": False},
+        (COMPLETIONS, ANYWAY),
+        (CHATS, ANYWAY | OF_CHATS),
+        (CHATS, {"response_format": {"type": "text"}}),  # others need an extra: test_formats.py
+        (CHATS, {"tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}),
+        (CHATS, {"tool_choice": "auto", "parallel_tool_calls": False}),
+        (CHATS, {"reasoning_effort": "high", "chat_template_kwargs": {}}),
+        (CHATS, {"reasoning_effort": "none"}),
+        (CHATS, {"chat_template_kwargs": {"enable_thinking": True}, "logprobs": False}),
     ],
 )
-def test_what_changes_no_answer_or_is_done_is_accepted(server, more):
-    answer = server.post(CHATS, {**POSTS[CHATS], **more})
+def test_what_changes_no_answer_or_is_done_is_accepted(server, path, more):
+    answer = server.post(path, {**POSTS[path], **more})
     assert answer["choices"][0]["logprobs"] is None
+    events = server.events(path, {**POSTS[path], **more, "stream_options": STREAMED})
+    assert all(event["choices"] and "usage" not in event for event in events)
 
 
 def message_of(parrot, text: str, **body) -> dict:
@@ -737,26 +738,6 @@ def test_metrics_add_up(server):
 
 
 # --- what clients mean ---
-
-
-@pytest.mark.parametrize("path", [*POSTS][:2])
-def test_a_field_that_asks_for_what_is_done_anyway_is_accepted(server, path):
-    more: dict = {
-        "audio": None, "prediction": None, "verbosity": None, "reasoning_effort": None, "anything": None,
-        "n": 1, "use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "functions": [],
-        "documents": [], "vllm_xargs": {}, "user": "me", "metadata": {"a": "b"}, "store": True,
-        "suffix": None,
-    }  # fmt: skip
-    if "chat" in path:
-        more |= {
-            "echo": False,
-            "include_reasoning": True,
-            "parallel_tool_calls": False,
-            "tools": [],
-        }
-    server.post(path, {**POSTS[path], **more})
-    streamed = dict.fromkeys(("continuous_usage_stats", "include_obfuscation"), False)
-    server.events(path, {**POSTS[path], "stream_options": {"include_usage": None, **streamed}})
 
 
 def test_logprobs_have_the_bytes_of_their_tokens(parrot):

@@ -134,13 +134,6 @@ class Running:
 
 
 @contextmanager
-def left_idle(server: Running):
-    """For a fixture: after the test nothing is left."""
-    yield server
-    server.check_idle()
-
-
-@contextmanager
 def busy(server):
     """The thread that tokenizes has something to do."""
     is_over = Event()
@@ -251,13 +244,8 @@ def check_error(error: dict, status: int) -> None:
 def request_bytes(path: str, body: dict, *headers: str) -> bytes:
     """A whole POST as it is sent."""
     data = json.dumps(body).encode()
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-        *headers,
-    ]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += [f"Content-Length: {len(data)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
