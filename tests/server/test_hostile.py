@@ -421,8 +421,8 @@ def test_without_time_to_drain_streams_are_cut():
         _, rest = server.stream(1900)
         begin = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        with suppress(httpx.TransportError):
-            assert "[DONE]" not in "".join(rest)
+        with suppress(httpx.TransportError):  # or an event says that the server is shutting down
+            assert '"length"' not in "".join(rest)
         server.end()
         assert time.monotonic() - begin < 60
 
