@@ -5,12 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from browser import opened
 from extras import needs
+from server_tools import PacedRunner
 
 
 @pytest.fixture
-def server(running):
+def server(running, monkeypatch):
     """After the test nothing is left in it."""
+    runner = running.llm.runner
+    is_paced = isinstance(runner, PacedRunner)
+    if is_paced:
+        runner.reset()
     yield running
+    monkeypatch.undo()
+    if is_paced:
+        runner.free()
     running.check_idle()
 
 

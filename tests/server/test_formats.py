@@ -6,13 +6,12 @@ Run: pytest tests/server/test_formats.py
 import json
 
 import pytest
-from server_tools import Running
+from server_tools import CHATS, Running
 
 from nanovllm import LLM
 from tests.tools.extras import needs
 
 needs("llguidance")
-CHATS = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "what is 20 + 30?"}]}
 PERSON = {
     "type": "object",
@@ -29,10 +28,7 @@ def new_tool(name: str, parameters: dict) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-TOOLS = [
-    new_tool("greet", PERSON),
-    {"type": "function", "function": {"name": "stop"}},
-]
+TOOLS = [new_tool("greet", PERSON), {"type": "function", "function": {"name": "stop"}}]
 MODEL = "org/tiny"
 
 
@@ -47,10 +43,8 @@ def is_person(value) -> bool:
     return is_whole and value["name"].isalpha() and 0 <= value["age"] <= 99
 
 
-SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "person", "strict": True, "schema": PERSON},
-}
+JSON_SCHEMA = {"name": "person", "strict": True, "schema": PERSON}
+SCHEMA = {"type": "json_schema", "json_schema": JSON_SCHEMA}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,8 +225,6 @@ def test_a_client_chooses_the_id(server, pool):
     body = {"prompt": "a", "max_tokens": 3, "request_id": "mine"}
     answers = [pool.submit(server.complete, **body) for _ in range(8)]
     assert {answer.result()["id"] for answer in answers} == {"cmpl-mine"}
-    body["request_id"] = "a" * 257
-    assert server.refused("/v1/completions", body)["param"] == "request_id"
 
 
 def test_a_salt_of_the_prefix_cache(server):
@@ -244,9 +236,6 @@ def test_a_salt_of_the_prefix_cache(server):
 
     assert num_cached(cache_salt="mine") == 0 == num_cached()
     assert num_cached(cache_salt="mine") > 0
-    for salt in ("", "a" * 257, 5):
-        body = {"prompt": "a", "cache_salt": salt}
-        assert server.refused("/v1/completions", body)["param"] == "cache_salt"
 
 
 @pytest.mark.parametrize("definitions", [[], None, {}, "a", 5])
@@ -265,8 +254,3 @@ def test_a_response_says_its_format_as_it_was_asked_for(server):
     assert answer["text"]["format"] == wanted
     answer = server.post("/v1/responses", {"input": "a", "max_output_tokens": 2})
     assert answer["text"]["format"] == {"type": "text"}
-
-
-def test_programs_find_the_words_that_they_look_for(server):
-    error = server.refused("/v1/completions", {"prompt": [5] * 5000})
-    assert "maximum context length" in error["message"] and error["param"] == "prompt"

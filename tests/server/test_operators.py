@@ -10,11 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server_tools import Process, Running, busy, checked_error, new_parrot, request_bytes, wait_for
+from server_tools import (
+    COMPLETIONS,
+    Running,
+    ServeProcess,
+    busy,
+    checked_error,
+    new_parrot,
+    request_bytes,
+    wait_for,
+)
 
 from nanovllm.topics.server import app, cli, page
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SMALL = {"prompt": "a", "max_tokens": 1}
 
 
@@ -51,15 +59,6 @@ def test_the_clock_starts_when_a_request_arrives(server, stream):
     assert new["e2e_request_latency_seconds_sum"] >= 0.25
 
 
-def test_tokens_are_counted_streamed_or_not(server):
-    body = {"prompt": "one two three four", "max_tokens": 4, "stop_token_ids": [], "seed": 3}
-    whole = change(server, lambda: server.complete(**body))
-    streamed = change(server, lambda: server.events(COMPLETIONS, body))
-    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
-        name += "_seconds_count"
-        assert whole[name] == streamed[name] == (3 if name.startswith("inter") else 1)
-
-
 def test_what_was_aborted_or_failed_is_counted(server, monkeypatch):
     def aborted():
         launch = server.llm.runner.launch
@@ -88,27 +87,19 @@ def test_what_was_aborted_or_failed_is_counted(server, monkeypatch):
     assert new['request_success_total{finished_reason="error"}'] == 1
 
 
-def test_all_metrics_have_the_name_of_the_model(server):
-    server.complete(**SMALL)
-    lines = server.http.get("/metrics").text.splitlines()
-    ours = [line for line in lines if line.startswith("nanovllm:")]
-    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
-
-
 def test_a_model_may_have_several_names(server):
+    """All metrics have the first one."""
     models = server.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == ["first", "second"]
     assert server.http.get("/v1/models/second").json()["root"] == "first"
     for name, said in (("first", "first"), ("second", "second"), (None, "first")):
         assert server.complete(**SMALL, model=name)["model"] == said
+    lines = server.http.get("/metrics").text.splitlines()
+    ours = [line for line in lines if line.startswith("nanovllm:")]
+    assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
 
 
-def test_priorities_are_for_those_that_the_server_lets(server):
-    chat = {"messages": [{"role": "user", "content": "a"}]}
-    for path, body in ((COMPLETIONS, SMALL), (CHATS, chat)):
-        error = server.refused(path, {**body, "priority": -5})
-        assert error["param"] == "priority" and "--allow-priority" in error["message"]
-        server.post(path, {**body, "priority": 0})
+def test_priorities_are_for_those_that_the_server_lets():
     with Running(new_parrot(), allow_priority=True) as other:
         other.complete(**SMALL, priority=-5)
 
@@ -120,10 +111,6 @@ def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     args = cli.new_parser().parse_args(["serve", "--api-key", "one", "--api-key", "two"])
     keys = commands.server_options(args).api_key
     assert keys == ["one", "two", "three", "four"]
-    with Running(new_parrot(), api_key=keys) as server:
-        for key in (*keys, "five"):
-            response = server.http.get("/version", headers={"authorization": f"Bearer {key}"})
-            assert response.status_code == (200 if key in keys else 401)
 
 
 def test_so_many_may_watch(server, monkeypatch):
@@ -138,11 +125,10 @@ def test_so_many_may_watch(server, monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_that_is_open_to_all_says_so():
-    with Process("--host", "0.0.0.0") as server:
+    with ServeProcess("--host", "0.0.0.0") as server:
         server.http.get("/version")
-        server.process.send_signal(signal.SIGTERM)
-        server.end()
-        assert "may use it" in server.log and "GET /version" in server.process.stdout.read()
+        server.end(signal.SIGTERM)
+        assert "may use it" in server.log and "GET /version" in server.log
 
 
 def test_the_way_that_is_written_down_has_these_names():

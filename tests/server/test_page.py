@@ -226,9 +226,11 @@ def test_only_the_newest_windows_hold_a_connection(browser, server):
 def test_queues_say_who_runs_and_who_waits(browser, server):
     frames = run_named("preemption_swap")["frames"]
     frame = next(f for f in frames if {"swapped", "running"} <= {*states_of(f).values()})
-    server.last_frame = frame
+    server.last_frame = frame | {"prompt_tokens": 9_999_999, "prefix_cache_hit_tokens": 9_999_999}
     browser.open(server.url)
     browser.wait(IS_LIVE)
+    numbers = "[...view.shadowRoot.querySelectorAll('#numbers dd')]"
+    assert browser.value(f"{numbers}.every((e) => e.scrollWidth <= e.clientWidth)")
     counts = browser.value(
         "[...view.shadowRoot.querySelectorAll('#queues h4 small')].map((e) => e.textContent)"
     )

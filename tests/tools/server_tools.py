@@ -9,13 +9,14 @@ import logging
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Event, Semaphore, Thread, Timer
+from threading import Event, Semaphore, Thread
 
 import httpx
 from fake_model import FakeRunner
@@ -27,17 +28,19 @@ from nanovllm.topics.server.app import new_app
 from nanovllm.topics.server.serve import bind, new_server
 from nanovllm.topics.server.settings import ServerOptions
 
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EOS = 1535
 
 
 def wait_for(condition, seconds=60.0):
     """What the condition returns as soon as it is true."""
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, 0.001
     while time.monotonic() < end:
         value = condition()
         if value:
             return value
-        time.sleep(0.002)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
     raise AssertionError("it has not happened")
 
 
@@ -49,14 +52,8 @@ class Running:
         self.sock = bind("127.0.0.1", 0)
         self.address = self.sock.getsockname()
         self.url = "http://{}:{}".format(*self.address)
-        self.uvicorn = new_server(
-            new_app(
-                llm,
-                ServerOptions(
-                    **{"served_model_name": ["org/tiny"], "log_requests": False} | options
-                ),
-            )
-        )
+        defaults = {"served_model_name": ["org/tiny"], "log_requests": False}
+        self.uvicorn = new_server(new_app(llm, ServerOptions(**defaults | options)))
         logging.getLogger("uvicorn").setLevel("CRITICAL")
         self.thread = Thread(target=self.uvicorn.run, args=([self.sock],), daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -88,11 +85,11 @@ class Running:
         return response.json()
 
     def complete(self, **body) -> dict:
-        return self.post("/v1/completions", body)
+        return self.post(COMPLETIONS, body)
 
     def chat(self, content: str, **body) -> dict:
         messages = [{"role": "user", "content": content}]
-        return self.post("/v1/chat/completions", {"messages": messages, **body})
+        return self.post(CHATS, {"messages": messages, **body})
 
     def refused(self, path: str, body, status: int = 400, **more) -> dict:
         """The error that a bad body gets, which looks as it should."""
@@ -137,13 +134,6 @@ class Running:
 
 
 @contextmanager
-def left_idle(server: Running):
-    """For a fixture: after the test nothing is left."""
-    yield server
-    server.check_idle()
-
-
-@contextmanager
 def busy(server):
     """The thread that tokenizes has something to do."""
     is_over = Event()
@@ -157,61 +147,60 @@ def busy(server):
 
 
 class Process:
-    """A real server, `python -m nanovllm serve`, for a `with` block."""
+    """A command that serves, in a process of its own, for a `with` block. Its `log` is what it has written."""
 
-    def __init__(self, *args: str, **variables: str):
-        command = [
-            sys.executable,
-            "-m",
-            "nanovllm",
-            "serve",
-            "--port",
-            "0",
-            "--num-blocks",
-            "800",
-            *args,
-        ]
+    def __init__(self, *command: str, **variables: str):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
         self.log = ""
+        self.reading = Thread(target=self._read, daemon=True)
+        self.reading.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.log += line
 
     def __enter__(self) -> "Process":
-        self.url = self.read_until(r"at (http://[\d.]+:\d+)").group(1)
-        self.http = httpx.Client(base_url=self.url, timeout=60)
         return self
 
     def __exit__(self, *_):
-        self.http.close()
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
-    def read_until(self, pattern: str) -> re.Match:
-        for line in self.process.stderr:
-            self.log += line
-            match = re.search(pattern, line)
-            if match:
-                return match
-        raise AssertionError(self.log)
+    def wait_for_log(self, pattern: str) -> re.Match:
+        wait_for(lambda: re.search(pattern, self.log) or not self.reading.is_alive())
+        match = re.search(pattern, self.log)
+        assert match, self.log
+        return match
+
+    def end(self, sig: signal.Signals | None = None) -> int:
+        """Its status, once it has ended."""
+        if sig is not None:
+            self.process.send_signal(sig)
+        status = self.process.wait(240)
+        self.reading.join(10)
+        return status
+
+
+class ServeProcess(Process):
+    """`nanovllm serve` with these options."""
+
+    def __init__(self, *options: str, **variables: str):
+        words = "-m nanovllm serve --port 0 --num-blocks 800".split()
+        super().__init__(sys.executable, *words, *options, **variables)
+        url = self.wait_for_log(r"at (http://[\d.]+:\d+)").group(1)
+        self.http = httpx.Client(base_url=url, timeout=60)
 
     def stream(self, num_tokens: int) -> tuple:
         """Of which the first event has come."""
         body = {"prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
         response = self.http.send(
-            self.http.build_request("POST", "/v1/completions", json=body), stream=True
+            self.http.build_request("POST", COMPLETIONS, json=body), stream=True
         )
         text = response.iter_text()
         return next(part for part in text if "data: " in part), text
-
-    def end(self) -> int:
-        limit = Timer(60, self.process.kill)
-        limit.start()
-        # not communicate(): it leaves out what this file object has read ahead
-        self.log += self.process.stderr.read()
-        limit.cancel()
-        return self.process.wait(timeout=60)
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -255,14 +244,18 @@ def check_error(error: dict, status: int) -> None:
 def request_bytes(path: str, body: dict, *headers: str) -> bytes:
     """A whole POST as it is sent."""
     data = json.dumps(body).encode()
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-        *headers,
-    ]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines += [f"Content-Length: {len(data)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def read_until(sock: socket.socket, word: bytes) -> bytes:
+    data = b""
+    while word not in data:
+        new = sock.recv(4096)
+        assert new, data
+        data += new
+    return data
 
 
 class PacedRunner(FakeRunner):
@@ -310,6 +303,12 @@ class PacedRunner(FakeRunner):
         """No step waits any longer."""
         self.is_paced = False
         self.permits.release(1000)
+
+
+def new_paced(**options) -> LLM:
+    runner = PacedRunner(4, 1536, 400)
+    options = dict(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=512) | options
+    return LLM(runner=runner, num_blocks=400, block_size=4, **options)
 
 
 class Parrot:

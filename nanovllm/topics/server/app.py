@@ -322,6 +322,8 @@ def app_of(server: Server) -> FastAPI:
         app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=checks)
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None)
+    # as load balancers ask
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
     schema = cache(lambda: JSONResponse(app.openapi()))
     app.add_api_route("/openapi.json", schema, response_model=None, include_in_schema=False)
     for kind in (Refused, NoRoute, RequestValidationError, Exception):

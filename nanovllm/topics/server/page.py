@@ -16,10 +16,8 @@ from nanovllm.topics.server.live import LiveView
 
 FOLDER = Path(__file__).parent / "page"
 FILE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-        "img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }

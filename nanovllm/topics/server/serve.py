@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
         # PyTorch gives the interpreter back in each operation, and must not wait long to get it
         sys.setswitchinterval(SWITCH)
         for sock in sockets or ():
+            sock.listen(2048)  # again: so many connections may wait until they are accepted
             host, port = sock.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
             options = self.routes.options
@@ -109,7 +110,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise refusal("port", port, "it must be from 0 (any free one) to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(f"host={host!r}, port={port}: {error.strerror}") from error
 
@@ -120,6 +121,8 @@ def new_server(app: FastAPI) -> Server:
         app,
         access_log=options.log_requests,
         use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
+        loop="asyncio",  # uvloop does not log that there is no file left for a connection
+        backlog=1,  # asyncio logs it for so many connections at once
         ws="none",
         http=Protocol,
         h11_max_incomplete_event_size=LONGEST_HEAD,
