@@ -308,7 +308,7 @@ class ModelRunner:
 def on_the_way(results: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
     """Copies the results to the host right behind the step, so that reading them does not wait for
     what is launched later. They are there once the event has happened."""
-    copies = [torch.empty_like(one, device="cpu", pin_memory=True) for one in results]
+    copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in results]
     for copy, one in zip(copies, results):
         copy.copy_(one, non_blocking=True)
     arrived = torch.cuda.Event()

@@ -97,6 +97,15 @@ class Stream:
         self.device = device
 
 
+class Event:
+    """In place of torch.cuda.Event: all is computed when it is launched."""
+
+    def record(self) -> None:
+        """Nothing is in flight."""
+
+    synchronize = record
+
+
 class Generator(torch.Generator):
     """In place of torch.Generator: on the CPU."""
 
@@ -125,6 +134,7 @@ def simulated_gpu(capability: int):
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **options: empty(*a, **options))
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", Recording)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**28, 2**28))
