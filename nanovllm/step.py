@@ -101,8 +101,8 @@ def tensors_of(part: object) -> dict[str, Tensor]:
 
 
 def with_tensors(part: Any, tensors: dict[str, Tensor]) -> Any:
-    """Returns a copy of `part` whose tensors are replaced by those with the same names."""
-    return replace(part, **{name: tensors[name] for name in tensors_of(part)})
+    """Returns a copy of `part` with these tensors, as far as it has some with their names."""
+    return replace(part, **{name: tensors[name] for name in tensors_of(part) if name in tensors})
 
 
 def buffer_slices(tensors: dict[str, Tensor]) -> list[slice]:

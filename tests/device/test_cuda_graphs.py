@@ -113,6 +113,28 @@ def test_a_step_is_the_same_on_the_device():
             )
 
 
+def test_pending_tokens_are_filled_in_on_the_device():
+    """Where a recording reads them, too. A token that could not be drawn becomes any that exists."""
+    drawn = torch.tensor([7, 8, -1], device=DEVICE)
+    graphs = new_graphs(max_num_seqs=4)
+    for num_decodes, chunks in ((3, []), (4, []), (2, [3])):
+        step = step_of(num_decodes, chunks)
+        step.last_token_ids = drawn
+        known = step.input_ids.tolist()
+        step.input_ids[:2] = torch.tensor([-2, -3])
+        size = graphs.size_for(step)
+        assert (size is None) == bool(chunks)
+        if size is None:
+            step = step.to(DEVICE)
+            step.fill_in_pending()
+        else:
+            graphs.replays[size] = lambda: None
+            _, step = graphs.run(step, size)
+            assert step.input_ids.data_ptr() == graphs.buffer.data_ptr()
+            known += [0] * (size - num_decodes)
+        assert step.input_ids.tolist() == [8, 0, *known[2:]]
+
+
 def new_graphs(max_num_seqs=20, max_model_len=12) -> StepGraphs:
     limits = limits_of(max_num_seqs, max_model_len=max_model_len)
     return StepGraphs(torch.nn.Identity(), triton_ops, CACHE, limits)
