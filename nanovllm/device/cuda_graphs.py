@@ -140,5 +140,5 @@ class StepGraphs:
             if name != "block_tables":
                 whole[:num_decodes] = inputs[name][:num_decodes]
         rows.batch.block_tables = step.batch.block_tables
-        own = {"sampled_rows": step.sampled_rows, "sampling": step.sampling}
-        return replace(rows, **own, last_token_ids=step.last_token_ids)
+        rows.last_token_ids = step.last_token_ids
+        return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)

@@ -13,7 +13,7 @@ from nanovllm.sequence import Sequence
 class Run:
     """Tokens that a sequence has written one behind the other, up to `end`."""
 
-    seq: Sequence
+    seq: Any  # a Sequence; None of a block that nobody has written
     table: list[int]  # of its blocks; after a preemption, it has another list
     end: int
 
