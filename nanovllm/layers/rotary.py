@@ -1,9 +1,9 @@
-"""Rotary position embedding (RoFormer, section 3.2), with the scalings of Qwen's checkpoints."""
+"""Rotary position embedding (RoFormer, section 3.2), with the scalings of checkpoints."""
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rope_settings(config) -> dict:
@@ -28,7 +28,7 @@ def longest_context(config) -> int:
     """The longest context that the checkpoint supports, scaling included."""
     settings = rope_settings(config)
     longest = config.max_position_embeddings
-    if settings["rope_type"] == "default":
+    if settings["rope_type"] in ("default", "llama3"):  # Llama's number is that after scaling
         return longest
     original = settings.get("original_max_position_embeddings") or longest
     return max(longest, int(original * settings.get("factor", 1.0)))

@@ -1,7 +1,8 @@
-"""Qwen2, Qwen2.5 and Qwen3 (dense): a decoder in which all tokens lie along one flat dimension T.
+"""Qwen2, Qwen3, Llama and Mistral (dense): a decoder in which all tokens lie along one flat
+dimension T.
 
-The two families differ in two places: Qwen2 has biases on q, k and v; Qwen3 normalizes each head of
-q and k.
+The families differ in three places: Qwen2 has biases on q, k and v; Qwen3 normalizes each head of q
+and k; Qwen3 and Llama may have biases on all products of attention.
 """
 
 import torch
@@ -11,7 +12,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 
-MODEL_TYPES = ("qwen2", "qwen3")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def check_type(model_type: object) -> None:
@@ -23,12 +24,18 @@ def check_type(model_type: object) -> None:
 
 def check_supported(config) -> None:
     """Raises ValueError for a Hugging Face config of MODEL_TYPES that is not supported here."""
+    check_type(config.model_type)  # transformers makes another one of some configs
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
+    if getattr(config, "mlp_bias", False):
+        raise ValueError("mlp_bias=True is not supported")
+    whole = "here every layer attends to its whole context"
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and getattr(config, "use_sliding_window", False):
-        reason = "here every layer attends to its whole context"
-        raise ValueError(f"use_sliding_window=True is not supported: {reason}")
+        raise ValueError(f"use_sliding_window=True is not supported: {whole}")
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        window = f"sliding_window={config.sliding_window}"
+        raise ValueError(f"{window} is not supported, only null: {whole}")
 
 
 def head_dim_of(config) -> int:
@@ -50,13 +57,12 @@ class Attention(nn.Module):
             "k_proj": kv_heads * self.head_dim,
             "v_proj": kv_heads * self.head_dim,
         }
-        qkv_bias = True
-        o_bias = False
+        qkv_bias = o_bias = getattr(config, "attention_bias", False)
+        if config.model_type == "qwen2":
+            qkv_bias = True
         self.q_norm = None
         self.k_norm = None
         if config.model_type == "qwen3":
-            qkv_bias = config.attention_bias
-            o_bias = config.attention_bias
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)

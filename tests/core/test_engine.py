@@ -36,7 +36,7 @@ def token_ids(outputs) -> list[list[int]]:
 def checkpoints(tmp_path_factory):
     """family -> (path, prompts, what transformers makes of them)."""
     rng, made = random.Random(0), {}
-    for family in ("qwen2", "qwen3"):
+    for family in ("qwen2", "qwen3", "llama"):
         model = new_model(family)
         lengths = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33]
         prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
@@ -73,7 +73,7 @@ def no_block_is_lost(request):
 
 
 @pytest.mark.slow(but_every=3)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tokens", [37, 2048])
 @pytest.mark.parametrize("num_blocks", [13, 500])
 @pytest.mark.parametrize("caching", [True, False])

@@ -72,6 +72,14 @@ def logits_of(
     return torch.cat(logits)
 
 
+# a speed is kept, divided by 8, or between: the contexts of this model have all three
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 CASES = {
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -86,6 +94,10 @@ CASES = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 gqa 7": ("qwen2", {"hidden_size": 56, "num_attention_heads": 14}),
     "qwen2 gqa 1": ("qwen2", {"num_key_value_heads": 4}),
+    "llama": ("llama", {}),
+    "llama tied, llama3 rope": ("llama", {"tie_word_embeddings": True, **LLAMA3}),
+    "llama biases": ("llama", {"attention_bias": True, "num_key_value_heads": 1}),
+    "mistral, head_dim is not hidden / heads": ("mistral", {"head_dim": 20}),
     "linear rope": ("qwen3", rope("linear", factor=4.0)),
     "dynamic rope": ("qwen3", rope("dynamic", factor=2.0)),
     "yarn rope": ("qwen3", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
@@ -231,7 +243,13 @@ def test_a_shard_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported, only qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "'gpt2' is not supported, only qwen2, qwen3, llama, mistral"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 is not supported, only"),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
+            "model_type='ministral' is not supported",
+        ),
         (
             {
                 "use_sliding_window": True,
@@ -243,7 +261,7 @@ def test_a_shard_that_is_not_there(tmp_path):
     ],
 )
 def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
-    save(new_model(), tmp_path)
+    save(new_model(changes.get("model_type", "qwen3").replace("gpt2", "qwen2")), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
     with pytest.raises(ValueError, match=message):
@@ -287,3 +305,5 @@ def test_rope_settings_of_both_generations_of_transformers():
     assert longest_context(old) == 64
     old.rope_scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert longest_context(old) == 128
+    old.rope_scaling["type"] = "llama3"
+    assert longest_context(old) == 64

@@ -4,7 +4,16 @@ Tests import this file. An example that does: pytest tests/core/test_model.py
 """
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SHAPE = dict(
     vocab_size=160,
@@ -23,10 +32,13 @@ SHAPE = dict(
 
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
-    settings = SHAPE | ({"head_dim": 16} if family == "qwen3" else {}) | overrides
+    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+    settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "mistral": (MistralConfig, MistralForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_cls(config_cls(**settings)).eval()
