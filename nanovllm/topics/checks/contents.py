@@ -18,7 +18,7 @@ class Written:
     end: int
 
 
-Mark = tuple[Written, int]  # the run that has written a block last, and the block's place in its table
+Mark = tuple[Written, int]  # of a block: its last tokens, and its place in the table
 NOTHING: Any = (Written(None, [], 0), 0)
 
 
