@@ -21,6 +21,8 @@ from nanovllm.layers.triton_attention import store_kv as store_kv
 
 CAN_BE_RECORDED = True
 IS_COMPILED = True
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
+SMALLEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
 @triton.jit
@@ -111,8 +113,43 @@ def mixed(x):
 
 
 @triton.jit
+def logits_of(row, token, VOCAB: tl.constexpr):
+    """The logits of a tile of tokens in fp32; -inf behind the end of the row."""
+    return tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def weigh_kernel(
+    maxima,  # [B, parts], and sums
+    sums,
+    logits,  # [B, VOCAB], rows may be apart; the others [B]
+    lowest,
+    temperature,
+    row_stride,  # of logits
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (b, part): the maximum of TILE logits of row b, and the sum of their weights."""
+    b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    token = part * TILE + tl.arange(0, TILE)
+    x = logits_of(logits + b * row_stride, token, VOCAB)
+    t = tl.load(temperature + b)
+    scale = LOG2_E / (t + (t == 0))
+    highest = tl.max(x, 0)
+    # where all are -inf, the weights are 0, and not exp(-inf + inf)
+    maximum = tl.where(highest > SMALLEST, highest, SMALLEST)
+    weights = tl.exp2((x - maximum) * scale) * (x >= tl.load(lowest + b))
+    part_at = b * tl.num_programs(1) + part
+    tl.store(maxima + part_at, maximum)
+    tl.store(sums + part_at, tl.sum(weights, 0))
+
+
+@triton.jit
 def sample_kernel(
     out,
+    maxima,  # [B, PARTS], and sums: see weigh_kernel
+    sums,
     logits,  # [B, VOCAB], rows may be apart; the others [B]
     lowest,
     temperature,
@@ -121,46 +158,42 @@ def sample_kernel(
     row_stride,  # of logits
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED: tl.constexpr,  # >= PARTS
 ):
-    """Program b samples the token of row b.
+    """Program b samples the token of row b: first the part, then the token within it.
 
-    One pass over the row computes the maximum and the sum, a second pass finds the token.
+    It is the first one with which the sum of all weights passes a threshold.
     """
     b = tl.program_id(0).to(tl.int64)
-    row = logits + b * row_stride
-    i = tl.arange(0, TILE)
-    smallest = tl.load(lowest + b)
     t = tl.load(temperature + b)
-    scale = 1.4426950408889634 / (t + (t == 0))  # exp(x) is exp2(x / ln 2)
-    maximum = float("-inf")
-    total = 0.0
-    likeliest = 0
-    for begin in range(0, VOCAB, TILE):
-        token = begin + i
-        x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-        highest = tl.max(x, 0)
-        if highest > maximum:
-            total *= tl.exp2((maximum - highest) * scale)
-            maximum = highest
-            likeliest = begin + tl.argmax(x, 0)
-        weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
-        total += tl.sum(weights, 0)
+    scale = LOG2_E / (t + (t == 0))
+    part = tl.arange(0, PADDED)
+    is_part = part < PARTS
+    highest = tl.load(maxima + b * PARTS + part, mask=is_part, other=float("-inf"))
+    maximum = tl.max(highest, 0)
+    in_part = tl.load(sums + b * PARTS + part, mask=is_part, other=0.0)
+    in_part *= tl.exp2((highest - maximum) * scale)
 
-    first = VOCAB  # the first token with which the sum passes the threshold
-    if t > 0:
-        steps = tl.load(position + b).to(tl.uint64) * 0x9E3779B97F4A7C15
-        bits = mixed(mixed(tl.load(seed + b).to(tl.uint64)) + steps) >> 41
-        threshold = bits.to(tl.float32) / 8388608 * total  # 23 bits
-        passed = 0.0  # the sum of all tiles before
-        for begin in range(0, VOCAB, TILE):
-            token = begin + i
-            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-            weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
-            # by rounding, the sum may also pass it where a weight is 0
-            is_behind = (passed + tl.cumsum(weights, 0) > threshold) & (weights > 0)
-            first = tl.minimum(first, tl.min(tl.where(is_behind, token, VOCAB), 0))
-            passed += tl.sum(weights, 0)
-    tl.store(out + b, tl.where(first < VOCAB, first, likeliest))
+    steps = tl.load(position + b).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = mixed(mixed(tl.load(seed + b).to(tl.uint64)) + steps) >> 41
+    threshold = bits.to(tl.float32) / 8388608 * tl.sum(in_part, 0)  # 23 bits
+    # by rounding, a sum may also pass it where a weight is 0
+    is_behind = (tl.cumsum(in_part, 0) > threshold) & (in_part > 0)
+    drawn = tl.where(t > 0, tl.min(tl.where(is_behind, part, PARTS), 0), PARTS)
+    passed = tl.sum(tl.where(part < drawn, in_part, 0.0), 0)
+    chosen = tl.where(drawn < PARTS, drawn, tl.argmax(highest, 0))
+
+    token = chosen * TILE + tl.arange(0, TILE)
+    x = logits_of(logits + b * row_stride, token, VOCAB)
+    is_kept = x >= tl.load(lowest + b)
+    weights = tl.exp2((x - maximum) * scale) * is_kept
+    is_behind = (passed + tl.cumsum(weights, 0) > threshold) & (weights > 0)
+    first = tl.min(tl.where(is_behind, token, VOCAB), 0)
+    # ... or pass it only behind this part: then it is the last token with a weight
+    first = tl.minimum(first, tl.max(tl.where(weights > 0, token, -1), 0))
+    likeliest = chosen * TILE + tl.argmax(tl.where(is_kept, x, float("-inf")), 0)
+    tl.store(out + b, tl.where((drawn < PARTS) & (first >= 0), first, likeliest))
 
 
 @triton.jit
@@ -197,9 +230,8 @@ def cutoff_kernel(
         maximum = float("-inf")
         for begin in range(0, VOCAB, TILE):
             token = begin + i
-            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf"))
-            maximum = tl.maximum(maximum, tl.max(x.to(tl.float32), 0))
-        scale = 1.4426950408889634 / t
+            maximum = tl.maximum(maximum, tl.max(logits_of(row, token, VOCAB), 0))
+        scale = LOG2_E / t
         low = ordered(tl.full((), float("-inf"), tl.float32), SHIFT)
         high = ordered(maximum, SHIFT)
         key = low  # the first sum is that of all tokens ...
@@ -208,7 +240,7 @@ def cutoff_kernel(
             total = tl.full((), 0.0, tl.float64)
             for begin in range(0, VOCAB, TILE):
                 token = begin + i
-                x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+                x = logits_of(row, token, VOCAB)
                 weights = tl.exp2((x - maximum) * scale)
                 is_above = (ordered(x, SHIFT) >= key) & (weights >= least)
                 total += tl.sum(tl.where(is_above, weights, 0.0), 0).to(tl.float64)
@@ -292,11 +324,17 @@ def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     lowest = cutoff(logits, sampling)
-    vocab_size = logits.shape[1]
+    num_rows, vocab_size = logits.shape
     tile = min(4096, triton.next_power_of_2(vocab_size))
+    parts = triton.cdiv(vocab_size, tile)
+    maxima, sums = lowest.new_empty(2, num_rows, parts)
+    sizes = (logits.stride(0), vocab_size, tile)
+    weigh_kernel[(num_rows, parts)](
+        maxima, sums, logits, lowest, sampling.temperature, *sizes, num_warps=8
+    )
     out = torch.empty_like(sampling.seed)
-    sample_kernel[(len(logits),)](
-        out, logits, lowest, sampling.temperature, sampling.seed, sampling.position,
-        logits.stride(0), vocab_size, tile, num_warps=8,
+    sample_kernel[(num_rows,)](
+        out, maxima, sums, logits, lowest, sampling.temperature, sampling.seed, sampling.position,
+        *sizes, parts, triton.next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
     return out

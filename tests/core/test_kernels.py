@@ -199,7 +199,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert odd == []
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
     attention |= {"decode_int8", "prefill_int8", "store_int8"}
-    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
+    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "weigh", "sample"}
     products = {"product_4_bits", "product_8_bits"}
     assert kernels.keys() == attention | others | products
     for name, found in kernels.items():
@@ -208,4 +208,4 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
         return
     assert min(kernels[name]["buffers"] for name in ("decode", "prefill")) >= 2
     # then two programs of 8 warps share a multiprocessor, which has 65,536 registers
-    assert max(kernels[name]["registers"] for name in ("cutoff", "sample")) <= 96
+    assert max(kernels[name]["registers"] for name in ("cutoff", "weigh", "sample")) <= 96

@@ -245,6 +245,27 @@ def test_sample(backend, vocab_size):
     assert neighbors.sum() < 0.1 * rows, "the check lets other tokens pass"
 
 
+@pytest.mark.filterwarnings("ignore:overflow|invalid|All-NaN:RuntimeWarning")
+@backends()
+def test_sample_where_all_sums_are_exact(backend):
+    """Weights of 1, 0.5 and 0.25: the tokens of the reference, from several tiles; the first two or the last two tiles of
+    some rows are empty. And a token for rows that are not finite, which the engine does not use."""
+    device, rows = device_of(backend), torch.arange(12, device=device_of(backend))
+    temperature = torch.full_like(rows, 1.4426950408889634, dtype=torch.float32)
+    temperature[3::4] = 0.0
+    logits = randn(12, 17000, device=device).clamp(-2, 0).round()
+    logits[:6, :8192] = logits[4:8, 8192:] = -torch.inf
+    logits[0, 8300:] = -torch.inf
+    options = Sampling(temperature, seed=rows * 3**30, position=rows)
+    tokens = ops_of(backend).sample(logits, options)
+    assert torch.equal(tokens, sampler.sample(logits, options)) and len(tokens.unique()) > 8
+    logits[:4, 9000], logits[4:8], logits[8:] = torch.nan, torch.nan, -torch.inf
+    assert (ops_of(backend).sample(logits, options) < 17000).all()
+    logits[:, 9000] = torch.inf
+    found = ops_of(backend).sample(logits, options)
+    assert backend != "triton" or (found == 9000).all()
+
+
 @backends()
 def test_sample_from_rows_that_are_apart(backend):
     """As ranks gather them, whose parts of the vocabulary are padded."""
