@@ -17,7 +17,7 @@ from backends import DEVICE, PROBLEM, TOLERANCE, check_attention
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
-from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_ops
+from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_sampler
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from tutorials.measure.batches import random_batch
@@ -157,7 +157,7 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
             if isinstance(part, torch.Tensor):
                 setattr(options, name, part.to(DEVICE))
         monkeypatch.setattr(torch_sampler, "cutoff", short)
-        found = triton_ops.cutoff(logits, options).view(-1, 1)
+        found = triton_sampler.cutoff(logits, options).view(-1, 1)
         monkeypatch.setattr(torch_sampler, "cutoff", plain)
         expected, _ = torch_sampler.cutoff(logits, options)
         has_weight = sampler.softmax_weights(logits, options) > 0
@@ -172,7 +172,7 @@ def test_filters_at_their_border():
     top_p, min_p = torch.tensor([0.5, 1.0, 0.6]), torch.tensor([0.0, 0.5, 0.5])
     options = Sampling(temperature.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
     logits = torch.tensor([[0.0, -1, -1, -30]] * 3, device=DEVICE)
-    assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
+    assert triton_sampler.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
 
 
 # --- the compiler ---
@@ -199,7 +199,15 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert odd == []
     attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
     attention |= {"decode_int8", "prefill_int8", "store_int8"}
-    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "weigh", "sample"}
+    others = {
+        "add_and_norm",
+        "norm_and_rotate",
+        "rotate_and_store",
+        "silu_and_mul",
+        "cutoff",
+        "weigh",
+        "sample",
+    }
     products = {"product_4_bits", "product_8_bits"}
     assert kernels.keys() == attention | others | products
     for name, found in kernels.items():

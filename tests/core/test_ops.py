@@ -10,11 +10,12 @@ import pytest
 import torch
 from backends import DEVICE, TOLERANCE, backends, check_attention, ops_of
 
-from nanovllm.layers import sampler
+from nanovllm.layers import sampler, torch_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform
-from tutorials.measure.batches import BORDERS
+from nanovllm.topics.quantization.kv_cache import Int8Cache
+from tutorials.measure.batches import BORDERS, random_batch
 
 DTYPES = [*TOLERANCE]
 
@@ -188,6 +189,32 @@ def test_norm_and_rotate(backend, dtype, has_norm, head_dim):
         turned = turned * torch.complex(cos, sin).unsqueeze(1)
         assert_close(part, torch.cat([turned.real, turned.imag], dim=-1))
         assert torch.equal(part[3:4], one)
+
+
+@pytest.mark.parametrize("head_dim", [80, 32, 128])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@backends(numba=9, triton=5)
+def test_rotate_and_store(backend, dtype, has_norm, head_dim):
+    """What norm_and_rotate and PyTorch's store_kv do one after the other, to the last bit; also with a cache in 8 bits."""
+    ops, device, sizes = ops_of(backend), device_of(backend), [6, 2, 2]
+    norms = tuple(norm(head_dim, dtype, device, seed) if has_norm else None for seed in (1, 2))
+    cos_sin = randn(5, head_dim, device=device)
+    qkv = randn(5, 10, head_dim, device=device, dtype=dtype)
+    q, *kv = (part.clone() for part in ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes))
+    batch, _ = random_batch([(5, 5)], 2, head_dim)
+    num_stored = 4 if ops.CAN_BE_RECORDED else 5  # a padding row of a recorded step has no slot
+    slots = torch.tensor([11, 2, 0, 7, 5], device=device)
+    padded = slots.where(torch.arange(5, device=device) < num_stored, -1)
+    empty = torch.full((2, 2, 4, 3, 2, head_dim), 77.0)
+    int8 = torch.full((2, 2, 4, 3, 2, head_dim + 4), 77, dtype=torch.int8)
+    for kind, tensor in ((KVCache, empty.to(device, dtype)), (Int8Cache, int8.to(device))):
+        batch.kv_cache, batch.slot_mapping = kind(tensor.clone()), slots[:num_stored]
+        torch_ops.store_kv(*(part[:num_stored] for part in kv), batch, 1)
+        expected = batch.kv_cache.tensor
+        batch.kv_cache, batch.slot_mapping = kind(tensor), padded
+        found = ops.rotate_and_store(qkv.clone(), norms, cos_sin, sizes, batch, 1)
+        assert torch.equal(found, q) and torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("size", [1030, 1, 72])
