@@ -73,6 +73,7 @@ class Noted:
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
+            name += "_part" * constants["IS_SPLIT"]
             name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         if name == "norm_and_rotate" and constants["HAS_CACHE"]:
             name = "rotate_and_store"
@@ -102,7 +103,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
 
 
 def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: int) -> None:
-    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
+    """For 32 decodes, whose contexts are whole or cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
     batch = Batch(
         kv_cache=KVCache(of_cache(2, 1, 100, 16, KV_HEADS, size)),
         slot_mapping=longs(96),
@@ -111,11 +112,11 @@ def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: 
         cu_blocks=ints(34),
         block_tables=ints(99),
         num_decodes=32,
-        layout=2,
     )
     k, v = half(96, 2 * KV_HEADS, head_dim).split(KV_HEADS, dim=1)
     triton_attention.store_kv(k, v, batch, 0)
-    triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
+    for batch.layout in (1, 2, 32):
+        triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
     triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
 
 
@@ -206,7 +207,7 @@ def all_resources(
     of_gpu = partial(sizes, is_old=is_old)
     numbers = triton_product.FEW_NUMBERS if is_old else triton_product.NUMBERS
     with (
-        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])),
+        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:5])),
         mock.patch.object(triton_product, "NUMBERS", numbers),
     ):
         launches = launches_of(head_dim, group, dtype, is_whole)
