@@ -294,6 +294,18 @@ def test_sample_where_all_sums_are_exact(backend):
 
 
 @backends()
+def test_sample_with_a_number_at_a_border(backend):
+    """Eight equal tokens in three tiles. These positions have the numbers 0/8 to 7/8: the sum must pass them, not reach."""
+    device, places = device_of(backend), [3, 100, 4095, 4096, 5000, 8191, 8192, 9001]
+    positions = [1238569, 1719163, 2423325, 4987235, 4970968, 3962215, 1478854, 10220519]
+    logits = torch.full((8, 9002), -torch.inf, device=device)
+    logits[:, places] = 0.0
+    ones = torch.ones(8, dtype=torch.int64, device=device)
+    options = Sampling(ones.float(), ones, torch.tensor(positions, device=device))
+    assert ops_of(backend).sample(logits, options).tolist() == places
+
+
+@backends()
 def test_sample_from_rows_that_are_apart(backend):
     """As ranks gather them, whose parts of the vocabulary are padded."""
     device = device_of(backend)
