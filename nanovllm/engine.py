@@ -373,8 +373,7 @@ class LLM:
     def _launch_behind(self, step: Launched) -> Launched | None:
         """Launches the next step while the device computes this one, if it can be planned without
         the tokens of this one."""
-        # a suspect runs alone
-        if self.recovery.suspects or reads_first(self.scheduler, step.schedule):
+        if reads_first(self.scheduler, step.schedule):
             return None
         if not step.schedule.has_advanced:
             self.scheduler.advance(step.schedule)

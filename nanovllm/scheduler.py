@@ -258,7 +258,7 @@ class Scheduler:
             manager.allocate(seq, num_tokens)
             end = start + num_tokens
             # a block becomes full; if its last token is pending, `_append` caches the block
-            if end // manager.block_size > len(seq.prefix_ids) and seq.token_ids[end - 1] >= 0:
+            if end // manager.block_size > len(seq.prefix_ids) and seq.token_ids[-1] >= 0:
                 manager.cache_full_blocks(seq, end)
             schedule.add(item)
 

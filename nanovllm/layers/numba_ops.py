@@ -25,7 +25,7 @@ from nanovllm.layers.numba_kernels import (
     silu_and_mul_kernel,
     store_kv_kernel,
 )
-from nanovllm.layers.ops import Norm
+from nanovllm.layers.ops import Norm, Norms
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True
@@ -141,6 +141,14 @@ def norm_and_rotate(
     arguments = (*arrays, np.float32(eps), has_norm)
     run(norm_and_rotate_kernel, arguments, num_tokens, qkv.numel())
     return parts
+
+
+def rotate_and_store(
+    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+) -> Tensor:
+    q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
+    store_kv(k, v, batch, layer)
+    return q
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

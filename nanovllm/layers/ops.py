@@ -14,6 +14,7 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 
 Norm = nn.RMSNorm | None
+Norms = tuple[Norm, Norm]  # of queries and of keys
 
 
 class Ops(Protocol):
@@ -25,12 +26,6 @@ class Ops(Protocol):
     def layout(self, batch: Batch) -> object:
         """Prepares a step for this backend's attention, once for all layers. The result becomes
         batch.layout before the model runs. It may not refer to the batch."""
-
-    def store_kv(self, k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-        """Writes a step's keys and values into their slots (paper, section 5.1).
-
-        k and v [T, num_kv_heads, head_dim].
-        """
 
     def paged_attention(self, q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
         """Attention of q [T, num_heads, head_dim] over the cache: the same shape.
@@ -46,19 +41,13 @@ class Ops(Protocol):
     def add_and_norm(self, residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
         """residual + x [T, size], computed in place of the residual, and the norm of this sum."""
 
-    def norm_and_rotate(
-        self,
-        qkv: Tensor,
-        q_norm: Norm,
-        k_norm: Norm,
-        cos_sin: Tensor,
-        sizes: list[int],
-    ) -> tuple[Tensor, ...]:
-        """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v.
+    def rotate_and_store(
+        self, qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+    ) -> Tensor:
+        """Normalizes and rotates the heads of q and k, and stores k and v: one kernel may do both.
 
-        Each head of q and k is normalized, if the model does that, and rotated by the angles of
-        cos_sin [T, head_dim], in fp32; the results have the dtype of qkv. `sizes` are the numbers
-        of heads of q, k and v.
+        The functions norm_and_rotate and store_kv in torch_ops.py say how. Returns q. The numbers
+        of qkv [T, num_heads + 2 * num_kv_heads, head_dim] may be overwritten.
         """
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

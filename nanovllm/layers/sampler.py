@@ -51,7 +51,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     """logits [B, vocab_size] -> token ids [B].
 
     Temperature is applied first, then the filters min_p, top_k and top_p, in the same order as in
-    vLLM. torch_sampler.py and triton_ops.py draw the same tokens without sorting the vocabulary.
+    vLLM. torch_sampler.py and triton_sampler.py draw the same tokens without sorting all logits.
     """
     ranked = logits.sort(-1, descending=True).values
     return draw(logits, lowest_kept(ranked, sampling), sampling)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.ops import Norm
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
@@ -17,6 +17,10 @@ layout = Layout
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
+    """Writes a step's keys and values into their slots (paper, section 5.1).
+
+    k and v [T, num_kv_heads, head_dim].
+    """
     for part, numbers in zip(batch.kv_cache.layers[layer], (k, v)):
         rows = batch.kv_cache.stored(numbers, part.dtype)
         part.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
@@ -42,6 +46,12 @@ def norm_and_rotate(
     cos_sin: Tensor,
     sizes: list[int],
 ) -> tuple[Tensor, ...]:
+    """Splits qkv [T, num_heads + 2 * num_kv_heads, head_dim] into q, k and v.
+
+    Each head of q and k is normalized, if the model does that, and rotated by the angles of cos_sin
+    [T, head_dim], in fp32; the results have the dtype of qkv. `sizes` are the numbers of heads of
+    q, k and v.
+    """
     heads, kv_heads, _ = sizes
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
@@ -60,6 +70,14 @@ def norm_and_rotate(
     q = rotated[:, :heads]
     k = rotated[:, heads:]
     return q, k, v
+
+
+def rotate_and_store(
+    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+) -> Tensor:
+    q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
+    store_kv(k, v, batch, layer)
+    return q
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.triton_int8 import scales_of, store_int8
 
-PART = 256  # tokens of a context that are worth a program of their own
+PART = 64  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32
+PROGRAMS = 4  # for each multiprocessor: enough without parts
 LOG2_E = 1.4426950408889634  # exp(x) is exp2(x * LOG2_E)
 
 
@@ -188,33 +189,30 @@ def attention_kernel(
             tl.store(out_at, result, mask=is_row[:, None] & is_dim)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
 def combine_kernel(
     out,
     parts,
     maxima,
     sums,
     context_lens,
-    num_splits,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED: tl.constexpr,  # >= num_splits
+    SPLITS: tl.constexpr,  # a power of two
 ):
     """Program (t, head): combines the parts of one decoded token's context."""
     t = tl.program_id(0).to(tl.int64)
     heads = tl.num_programs(1)
     if tl.load(context_lens + t) > 0:
         row = t * heads + tl.program_id(1)
-        split = tl.arange(0, PADDED)
-        is_split = split < num_splits
         dim = tl.arange(0, DIM)
         is_dim = dim < HEAD_DIM
-        split_at = row * num_splits + split
-        maximum = tl.load(maxima + split_at, mask=is_split, other=float("-inf"))
+        split_at = row * SPLITS + tl.arange(0, SPLITS)
+        maximum = tl.load(maxima + split_at)
         weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without keys
         part_at = parts + split_at[:, None] * HEAD_DIM + dim
         part = tl.load(part_at, mask=(weight[:, None] > 0) & is_dim, other=0.0)
-        total = tl.sum(tl.load(sums + split_at, mask=is_split, other=0.0) * weight, 0)
+        total = tl.sum(tl.load(sums + split_at) * weight, 0)
         result = tl.sum(part * weight[:, None], 0) / total
         tl.store(out + row * HEAD_DIM + dim, result, mask=is_dim)
 
@@ -251,13 +249,17 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-def tile_sizes(dim: int, group: int, itemsize: int, is_decode: bool, is_old: bool = False) -> Tile:
+def tile_sizes(
+    dim: int, group: int, itemsize: int, is_decode: bool, is_whole: bool, is_old: bool = False
+) -> Tile:
     """Tile sizes so small that no registers spill, with two buffers for keys and values.
 
-    With two buffers, a tile is loaded while the previous one is computed. See
+    With two buffers, a tile is loaded while the previous one is computed. A decode whose context is
+    whole, not cut into parts, goes through many: its tiles are larger. See
     tests/core/test_kernels.py.
     """
-    keys = max(16, min(64, 8192 // (dim * itemsize)))
+    num_bytes = 16384 if is_decode and is_whole and itemsize == 2 else 8192
+    keys = max(16, min(64, num_bytes // (dim * itemsize)))
     if is_old:  # before sm_80: a tile of half precision takes more registers
         keys = 16
     padded_group = triton.next_power_of_2(group)
@@ -277,14 +279,17 @@ def layout(batch: Batch) -> int:
 
 
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
-    """Enough parts to keep all multiprocessors busy to the end, although contexts differ.
+    """Enough parts to keep all multiprocessors busy, but at most one per PART tokens.
 
-    But at most one per PART tokens. A context shorter than the longest has empty parts.
+    A context shorter than the longest has empty parts. It is a power of two, because combine_kernel
+    is compiled for each number: see warm_up_steps.
     """
     wanted = 1
     if device.type == "cuda":
-        wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
-    return min(triton.cdiv(wanted, programs), triton.cdiv(max_context, PART), MAX_SPLITS)
+        wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    most = max(1, min(wanted // programs, MAX_SPLITS))
+    rounded_down = 1 << (most.bit_length() - 1)
+    return min(rounded_down, triton.next_power_of_2(triton.cdiv(max_context, PART)))
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -310,7 +315,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         launch(parts, maxima, sums, q, batch, layer, scale, 0, num_decodes, splits)
         dim = triton.next_power_of_2(head_dim)
         combine_kernel[(num_decodes, heads)](
-            out, parts, maxima, sums, batch.context_lens, splits, head_dim, dim, MAX_SPLITS
+            out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits
         )
     return out
 
@@ -327,7 +332,10 @@ def launch(
     dim = triton.next_power_of_2(head_dim)
     is_decode = first_seq < batch.num_decodes
     is_old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
-    tile = tile_sizes(dim, heads // cache.num_kv_heads, q.element_size(), is_decode, is_old)
+    group = heads // cache.num_kv_heads
+    is_int8 = cache.head_dim > head_dim
+    is_whole = splits == 1 and not is_int8
+    tile = tile_sizes(dim, group, q.element_size(), is_decode, is_whole, is_old)
     num_tiles = num_seqs
     if not is_decode:  # see tile_of
         num_tiles += (num_tokens - batch.num_decodes) // tile.tokens
@@ -338,5 +346,5 @@ def launch(
         heads, cache.num_kv_heads, head_dim, cache.block_size,
         tile.tokens, tile.rows, tile.keys, dim, PART, splits > 1, cache.head_dim,
         # with 4 warps, the numbers made of int8 would not fit into the registers
-        num_warps=8 if cache.head_dim > head_dim else tile.warps, num_stages=tile.stages,
+        num_warps=8 if is_int8 else tile.warps, num_stages=tile.stages,
     )  # fmt: skip

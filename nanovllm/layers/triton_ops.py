@@ -4,20 +4,18 @@ See ops.py for what the functions do; they are tested in tests/core/test_ops.py.
 16-bit result is rounded once, at the end.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nanovllm.layers import torch_sampler
-from nanovllm.layers.ops import Norm
-from nanovllm.layers.sampler import Sampling
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
 from nanovllm.layers.triton_attention import store_kv as store_kv
+from nanovllm.layers.triton_sampler import sample as sample
 
 CAN_BE_RECORDED = True
 IS_COMPILED = True
@@ -51,27 +49,33 @@ def add_and_norm_kernel(
 
 @triton.jit
 def norm_and_rotate_kernel(
-    qk,  # [T, heads, HEAD_DIM], `stride` from token to token
+    qkv,  # [T, heads, HEAD_DIM], `stride` from token to token
     q_weight,
     k_weight,
     cos_sin,  # [T, HEAD_DIM]
+    k_cache,  # [slots, KV_HEADS, HEAD_DIM], and so is v_cache
+    v_cache,
+    slots,
     stride,
     eps,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,  # half of a head
     HAS_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
 ):
     """Program (t, head): RMSNorm if there is one, and rotation, in place.
 
-    Query heads come first, then key heads.
+    Query heads come first, then key heads. If there is a cache, a key is written to its slot
+    instead, and the value of the same head is copied into it.
     """
     t = tl.program_id(0)
     head = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, PADDED)
     is_number = i < HALF
-    at = qk + t.to(tl.int64) * stride + head * HEAD_DIM + i
+    at = qkv + t.to(tl.int64) * stride + head * HEAD_DIM + i
     x1 = tl.load(at, mask=is_number, other=0.0).to(tl.float32)
     x2 = tl.load(at + HALF, mask=is_number, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -85,9 +89,23 @@ def norm_and_rotate_kernel(
         x2 = x2 * scale * w2
     cos = tl.load(cos_sin + t * HEAD_DIM + i, mask=is_number, other=0.0)
     sin = tl.load(cos_sin + t * HEAD_DIM + HALF + i, mask=is_number, other=0.0)
-    dtype = qk.dtype.element_ty
-    tl.store(at, (x1 * cos - x2 * sin).to(dtype), mask=is_number)
-    tl.store(at + HALF, (x2 * cos + x1 * sin).to(dtype), mask=is_number)
+    dtype = qkv.dtype.element_ty
+    first = (x1 * cos - x2 * sin).to(dtype)
+    second = (x2 * cos + x1 * sin).to(dtype)
+    if HAS_CACHE and head >= HEADS:
+        slot = tl.load(slots + t).to(tl.int64)
+        if slot >= 0:  # a padding row of a CUDA graph has none
+            to = (slot * KV_HEADS + head - HEADS) * HEAD_DIM + i
+            tl.store(k_cache + to, first, mask=is_number)
+            tl.store(k_cache + to + HALF, second, mask=is_number)
+            at += KV_HEADS * HEAD_DIM
+            first = tl.load(at, mask=is_number)
+            tl.store(v_cache + to, first, mask=is_number)
+            second = tl.load(at + HALF, mask=is_number)
+            tl.store(v_cache + to + HALF, second, mask=is_number)
+    else:
+        tl.store(at, first, mask=is_number)
+        tl.store(at + HALF, second, mask=is_number)
 
 
 @triton.jit
@@ -100,134 +118,6 @@ def silu_and_mul_kernel(out, x, SIZE: tl.constexpr, PART: tl.constexpr):
     up = tl.load(x + (2 * t + 1) * SIZE + i, mask=is_number, other=0.0).to(tl.float32)
     result = gate * tl.sigmoid(gate) * up
     tl.store(out + t * SIZE + i, result.to(out.dtype.element_ty), mask=is_number)
-
-
-@triton.jit
-def mixed(x):
-    """The mixing of sampler.uniform in uint64, the natural type for it."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def sample_kernel(
-    out,
-    logits,  # [B, VOCAB], rows may be apart; the others [B]
-    lowest,
-    temperature,
-    seed,
-    position,
-    row_stride,  # of logits
-    VOCAB: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Program b samples the token of row b.
-
-    One pass over the row computes the maximum and the sum, a second pass finds the token.
-    """
-    b = tl.program_id(0).to(tl.int64)
-    row = logits + b * row_stride
-    i = tl.arange(0, TILE)
-    smallest = tl.load(lowest + b)
-    t = tl.load(temperature + b)
-    scale = 1.4426950408889634 / (t + (t == 0))  # exp(x) is exp2(x / ln 2)
-    maximum = float("-inf")
-    total = 0.0
-    likeliest = 0
-    for begin in range(0, VOCAB, TILE):
-        token = begin + i
-        x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-        highest = tl.max(x, 0)
-        if highest > maximum:
-            total *= tl.exp2((maximum - highest) * scale)
-            maximum = highest
-            likeliest = begin + tl.argmax(x, 0)
-        weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
-        total += tl.sum(weights, 0)
-
-    first = VOCAB  # the first token with which the sum passes the threshold
-    if t > 0:
-        steps = tl.load(position + b).to(tl.uint64) * 0x9E3779B97F4A7C15
-        bits = mixed(mixed(tl.load(seed + b).to(tl.uint64)) + steps) >> 41
-        threshold = bits.to(tl.float32) / 8388608 * total  # 23 bits
-        passed = 0.0  # the sum of all tiles before
-        for begin in range(0, VOCAB, TILE):
-            token = begin + i
-            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-            weights = tl.exp2((x - maximum) * scale) * (x >= smallest)
-            # by rounding, the sum may also pass it where a weight is 0
-            is_behind = (passed + tl.cumsum(weights, 0) > threshold) & (weights > 0)
-            first = tl.minimum(first, tl.min(tl.where(is_behind, token, VOCAB), 0))
-            passed += tl.sum(weights, 0)
-    tl.store(out + b, tl.where(first < VOCAB, first, likeliest))
-
-
-@triton.jit
-def ordered(x, SHIFT: tl.constexpr):
-    """Integers in the order of these fp32 numbers. The last SHIFT bits are the same in all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
-
-
-@triton.jit
-def cutoff_kernel(
-    lowest,  # [B], as the others
-    logits,  # [B, VOCAB], rows may be apart
-    temperature,
-    top_p,
-    min_p,
-    row_stride,  # of logits
-    SHIFT: tl.constexpr,
-    VOCAB: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Program b finds the lowest logit that row b keeps: torch_sampler.cutoff, without sorting.
-
-    By bisection: do the tokens at or above a logit have enough weight?
-    """
-    b = tl.program_id(0).to(tl.int64)
-    row = logits + b * row_stride
-    i = tl.arange(0, TILE)
-    t = tl.load(temperature + b)
-    p = tl.load(top_p + b)
-    least = tl.load(min_p + b)
-    cut = float("-inf")
-    if (t > 0) & ((p < 1) | (least > 0)):
-        maximum = float("-inf")
-        for begin in range(0, VOCAB, TILE):
-            token = begin + i
-            x = tl.load(row + token, mask=token < VOCAB, other=float("-inf"))
-            maximum = tl.maximum(maximum, tl.max(x.to(tl.float32), 0))
-        scale = 1.4426950408889634 / t
-        low = ordered(tl.full((), float("-inf"), tl.float32), SHIFT)
-        high = ordered(maximum, SHIFT)
-        key = low  # the first sum is that of all tokens ...
-        enough = tl.full((), -1.0, tl.float64)
-        while (low < high) & (p < 1):
-            total = tl.full((), 0.0, tl.float64)
-            for begin in range(0, VOCAB, TILE):
-                token = begin + i
-                x = tl.load(row + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-                weights = tl.exp2((x - maximum) * scale)
-                is_above = (ordered(x, SHIFT) >= key) & (weights >= least)
-                total += tl.sum(tl.where(is_above, weights, 0.0), 0).to(tl.float64)
-            is_first = enough < 0
-            low = tl.where(total >= enough, key, low)
-            high = tl.where(total >= enough, high, key - 1)
-            enough = tl.where(is_first, tl.maximum(p, 2e-38) * total, enough)
-            key = low + (high - low + 1) // 2
-            if is_first:  # ... and most of their weight is above this one
-                likely = ordered(maximum - 16 * t, SHIFT)
-                key = tl.minimum(tl.maximum(likely, low + 1), high)
-        cut = maximum
-        for begin in range(0, VOCAB, TILE):
-            token = begin + i
-            x = tl.load(row + token, mask=token < VOCAB, other=float("inf")).to(tl.float32)
-            weights = tl.exp2((x - maximum) * scale)
-            is_kept = (ordered(x, SHIFT) >= low) & (weights >= least)
-            cut = tl.minimum(cut, tl.min(tl.where(is_kept, x, float("inf")), 0))
-    tl.store(lowest + b, cut)
 
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
@@ -245,8 +135,12 @@ def norm_and_rotate(
     k_norm: Norm,
     cos_sin: Tensor,
     sizes: list[int],
+    cache: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """Works in place: q, k and v are views of qkv."""
+    """Works in place: q, k and v are views of qkv.
+
+    With a cache (keys, values and the tokens' slots), k is not rotated there, but into the cache.
+    """
     heads, kv_heads, _ = sizes
     head_dim = qkv.shape[-1]
     padded = triton.next_power_of_2(head_dim // 2)
@@ -255,10 +149,24 @@ def norm_and_rotate(
     k_weight = k_norm.weight if k_norm is not None else qkv
     eps = q_norm.eps if q_norm is not None and q_norm.eps is not None else 0.0
     norm_and_rotate_kernel[(len(qkv), heads + kv_heads)](
-        qkv, q_weight, k_weight, cos_sin, qkv.stride(0), eps,
-        heads, head_dim, padded, has_norm, num_warps=1,
+        qkv, q_weight, k_weight, cos_sin, *(cache or (qkv, qkv, qkv)), qkv.stride(0), eps,
+        heads, kv_heads, head_dim, padded, has_norm, len(cache) > 0, num_warps=1,
     )  # fmt: skip
     return qkv.split(sizes, dim=1)
+
+
+def rotate_and_store(
+    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+) -> Tensor:
+    """One launch; two, if keys and values are stored in 8 bits."""
+    keys, values = batch.kv_cache.layers[layer]
+    if keys.dtype == torch.int8:
+        q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
+        store_kv(k, v, batch, layer)
+        return q
+    cache = (keys, values, batch.slot_mapping)
+    q, _, _ = norm_and_rotate(qkv, *norms, cos_sin, sizes, cache)
+    return q
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -266,37 +174,4 @@ def silu_and_mul(x: Tensor) -> Tensor:
     part = min(1024, triton.next_power_of_2(size))
     out = x.new_empty(len(x), size)
     silu_and_mul_kernel[(len(x), triton.cdiv(size, part))](out, x, size, part)
-    return out
-
-
-def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
-    """See torch_sampler.cutoff, which sorts and waits for the device, unless top_k is small."""
-    has_filter = not sampling.min_p is sampling.top_p is sampling.top_k is None
-    if sampling.all_have_top_k or not has_filter:
-        return torch_sampler.cutoff(logits, sampling)[0].float()
-    num_rows, vocab_size = logits.shape
-    top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p
-    min_p = torch.zeros_like(sampling.temperature) if sampling.min_p is None else sampling.min_p
-    shift = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)  # bits that fp32 has more
-    tile = min(4096, triton.next_power_of_2(vocab_size))
-    lowest = torch.empty_like(sampling.temperature)
-    cutoff_kernel[(num_rows,)](
-        lowest, logits, sampling.temperature, top_p, min_p,
-        logits.stride(0), shift, vocab_size, tile, num_warps=8,
-    )  # fmt: skip
-    if sampling.top_k is None:
-        return lowest
-    of_top_k, _ = torch_sampler.cutoff(logits, replace(sampling, all_have_top_k=True))
-    return torch.where(sampling.top_k < vocab_size, of_top_k.squeeze(1).float(), lowest)
-
-
-def sample(logits: Tensor, sampling: Sampling) -> Tensor:
-    lowest = cutoff(logits, sampling)
-    vocab_size = logits.shape[1]
-    tile = min(4096, triton.next_power_of_2(vocab_size))
-    out = torch.empty_like(sampling.seed)
-    sample_kernel[(len(logits),)](
-        out, logits, lowest, sampling.temperature, sampling.seed, sampling.position,
-        logits.stride(0), vocab_size, tile, num_warps=8,
-    )  # fmt: skip
     return out

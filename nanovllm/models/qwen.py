@@ -69,10 +69,9 @@ class Attention(nn.Module):
         self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x)
-        qkv = qkv.view(len(x), -1, self.head_dim)
-        q, k, v = self.ops.norm_and_rotate(qkv, self.q_norm, self.k_norm, cos_sin, self.sizes)
-        self.ops.store_kv(k, v, batch, self.layer)
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        norms = (self.q_norm, self.k_norm)
+        q = self.ops.rotate_and_store(qkv, norms, cos_sin, self.sizes, batch, self.layer)
         attended = self.ops.paged_attention(q, batch, self.layer, self.scale)
         return self.o_proj(attended.flatten(1))
 

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from backends import DEVICE, PROBLEM, TOLERANCE, check_attention
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
-from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_ops
+from nanovllm.config import Limits
+from nanovllm.device.memory import warm_up_steps
+from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_sampler
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from tutorials.measure.batches import random_batch
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
 @pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("splits", [1, 4, 8])
 @pytest.mark.parametrize("part", [1, 100, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split_kv_of_decodes(splits, part, dtype, monkeypatch):
@@ -44,8 +47,8 @@ def test_split_kv_of_decodes(splits, part, dtype, monkeypatch):
 @pytest.mark.parametrize(
     "sequences, heads, head_dim, splits, block_size",
     [
-        ([(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (13, 85)], (9, 3), 20, 3, 5),
-        ([(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)], (6, 2), 32, 5, 8),
+        ([(1, 145), (1, 7), (1, 200), (17, 81), (5, 5), (13, 85)], (9, 3), 20, 4, 5),
+        ([(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)], (6, 2), 32, 8, 8),
     ],
 )
 def test_split_kv_of_decodes_beside_chunks(
@@ -111,6 +114,37 @@ def test_places_that_take_more_than_32_bits(monkeypatch):
     assert torch.equal(*(batch.kv_cache.tensor[:, :, 0].nan_to_num(99) for batch in (near, far)))
 
 
+def splits_of(programs, context, multiprocessors, monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return triton_attention.num_splits(programs, context, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "seqs, context, splits",
+    [(1, 850, 16), (1, 50, 1), (1, 4096, 32), (4, 850, 16), (16, 850, 4), (48, 850, 1), (256, 4096, 1)],
+)  # fmt: skip
+def test_parts_where_multiprocessors_would_have_no_work(seqs, context, splits, monkeypatch):
+    """Qwen3-0.6B on an H100 or H200: see tutorials/results/first_light_h200/sweep.json."""
+    assert splits_of(8 * seqs, context, 132, monkeypatch) == splits
+    assert splits_of(8 * seqs, context, 1, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("longest", [40, 600, 1000, 40960])
+@pytest.mark.parametrize("multiprocessors, kv_heads", [(20, 8), (132, 8), (132, 1), (46, 2)])
+def test_no_number_of_parts_is_new_while_serving(longest, multiprocessors, kv_heads, monkeypatch):
+    """A kernel is compiled for each; recorded steps are laid out for the longest context."""
+    args = (multiprocessors, monkeypatch)
+    limits = Limits(max_model_len=longest, max_num_seqs=512, max_num_batched_tokens=512)
+    steps = warm_up_steps(limits, 16, torch.bfloat16)
+    decodes = [item for step in steps for item in step.items if item.num_tokens == 1]
+    compiled = {splits_of(kv_heads, item.start + 1, *args) for item in decodes}
+    contexts = {*range(1, min(longest, 3000), 7), longest}
+    sizes = (1, 2, 3, 7, 16, 50, 300)
+    needed = {splits_of(kv_heads * n, context, *args) for n in sizes for context in contexts}
+    assert needed <= compiled
+
+
 # --- the cutoff of the sampler ---
 
 FILTERS = {
@@ -157,7 +191,7 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
             if isinstance(part, torch.Tensor):
                 setattr(options, name, part.to(DEVICE))
         monkeypatch.setattr(torch_sampler, "cutoff", short)
-        found = triton_ops.cutoff(logits, options).view(-1, 1)
+        found = triton_sampler.cutoff(logits, options).view(-1, 1)
         monkeypatch.setattr(torch_sampler, "cutoff", plain)
         expected, _ = torch_sampler.cutoff(logits, options)
         has_weight = sampler.softmax_weights(logits, options) > 0
@@ -172,7 +206,7 @@ def test_filters_at_their_border():
     top_p, min_p = torch.tensor([0.5, 1.0, 0.6]), torch.tensor([0.0, 0.5, 0.5])
     options = Sampling(temperature.to(DEVICE), rows, rows, None, top_p.to(DEVICE), min_p.to(DEVICE))
     logits = torch.tensor([[0.0, -1, -1, -30]] * 3, device=DEVICE)
-    assert triton_ops.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
+    assert triton_sampler.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
 
 
 # --- the compiler ---
@@ -197,15 +231,23 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert done.returncode == 0, done.stderr
     kernels, odd = json.loads(done.stdout)
     assert odd == []
-    attention = {"decode", "prefill", "combine", "store_kv", "copy_blocks"}
-    attention |= {"decode_int8", "prefill_int8", "store_int8"}
-    others = {"add_and_norm", "norm_and_rotate", "silu_and_mul", "cutoff", "sample"}
+    attention = {"decode", "decode_part", "prefill", "combine", "store_kv", "copy_blocks"}
+    attention |= {"decode_int8", "decode_part_int8", "prefill_int8", "store_int8"}
+    others = {
+        "add_and_norm",
+        "norm_and_rotate",
+        "rotate_and_store",
+        "silu_and_mul",
+        "cutoff",
+        "weigh",
+        "sample",
+    }
     products = {"product_4_bits", "product_8_bits"}
     assert kernels.keys() == attention | others | products
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name
     if capability < 80:
         return
-    assert min(kernels[name]["buffers"] for name in ("decode", "prefill")) >= 2
+    assert min(kernels[name]["buffers"] for name in ("decode", "decode_part", "prefill")) >= 2
     # then two programs of 8 warps share a multiprocessor, which has 65,536 registers
-    assert max(kernels[name]["registers"] for name in ("cutoff", "sample")) <= 96
+    assert max(kernels[name]["registers"] for name in ("cutoff", "weigh", "sample")) <= 96

@@ -10,11 +10,12 @@ import pytest
 import torch
 from backends import DEVICE, TOLERANCE, backends, check_attention, ops_of
 
-from nanovllm.layers import sampler
+from nanovllm.layers import sampler, torch_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform
-from tutorials.measure.batches import BORDERS
+from nanovllm.topics.quantization.kv_cache import Int8Cache
+from tutorials.measure.batches import BORDERS, random_batch
 
 DTYPES = [*TOLERANCE]
 
@@ -190,6 +191,32 @@ def test_norm_and_rotate(backend, dtype, has_norm, head_dim):
         assert torch.equal(part[3:4], one)
 
 
+@pytest.mark.parametrize("head_dim", [80, 32, 128])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@backends(numba=9, triton=5)
+def test_rotate_and_store(backend, dtype, has_norm, head_dim):
+    """What norm_and_rotate and PyTorch's store_kv do one after the other, to the last bit; also with a cache in 8 bits."""
+    ops, device, sizes = ops_of(backend), device_of(backend), [6, 2, 2]
+    norms = tuple(norm(head_dim, dtype, device, seed) if has_norm else None for seed in (1, 2))
+    cos_sin = randn(5, head_dim, device=device)
+    qkv = randn(5, 10, head_dim, device=device, dtype=dtype)
+    q, *kv = (part.clone() for part in ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes))
+    batch, _ = random_batch([(5, 5)], 2, head_dim)
+    num_stored = 4 if ops.CAN_BE_RECORDED else 5  # a padding row of a recorded step has no slot
+    slots = torch.tensor([11, 2, 0, 7, 5], device=device)
+    padded = slots.where(torch.arange(5, device=device) < num_stored, -1)
+    empty = torch.full((2, 2, 4, 3, 2, head_dim), 77.0)
+    int8 = torch.full((2, 2, 4, 3, 2, head_dim + 4), 77, dtype=torch.int8)
+    for kind, tensor in ((KVCache, empty.to(device, dtype)), (Int8Cache, int8.to(device))):
+        batch.kv_cache, batch.slot_mapping = kind(tensor.clone()), slots[:num_stored]
+        torch_ops.store_kv(*(part[:num_stored] for part in kv), batch, 1)
+        expected = batch.kv_cache.tensor
+        batch.kv_cache, batch.slot_mapping = kind(tensor), padded
+        found = ops.rotate_and_store(qkv.clone(), norms, cos_sin, sizes, batch, 1)
+        assert torch.equal(found, q) and torch.equal(tensor, expected)
+
+
 @pytest.mark.parametrize("size", [1030, 1, 72])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, where exp is infinite
@@ -243,6 +270,39 @@ def test_sample(backend, vocab_size):
     assert is_drawn(tokens, logits, options).all() and len(set(tokens.tolist())) > 3
     neighbors = is_drawn((tokens + 1) % vocab_size, logits, options)
     assert neighbors.sum() < 0.1 * rows, "the check lets other tokens pass"
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid|All-NaN:RuntimeWarning")
+@backends()
+def test_sample_where_all_sums_are_exact(backend):
+    """Weights of 1, 0.5 and 0.25: the tokens of the reference, from several tiles; the first two or the last two tiles of
+    some rows are empty. And a token for rows that are not finite, which the engine does not use."""
+    device, rows = device_of(backend), torch.arange(12, device=device_of(backend))
+    temperature = torch.full_like(rows, 1.4426950408889634, dtype=torch.float32)
+    temperature[3::4] = 0.0
+    logits = randn(12, 17000, device=device).clamp(-2, 0).round()
+    logits[:6, :8192] = logits[4:8, 8192:] = -torch.inf
+    logits[0, 8300:] = -torch.inf
+    options = Sampling(temperature, seed=rows * 3**30, position=rows)
+    tokens = ops_of(backend).sample(logits, options)
+    assert torch.equal(tokens, sampler.sample(logits, options)) and len(tokens.unique()) > 8
+    logits[:4, 9000], logits[4:8], logits[8:] = torch.nan, torch.nan, -torch.inf
+    assert (ops_of(backend).sample(logits, options) < 17000).all()
+    logits[:, 9000] = torch.inf
+    found = ops_of(backend).sample(logits, options)
+    assert backend != "triton" or (found == 9000).all()
+
+
+@backends()
+def test_sample_with_a_number_at_a_border(backend):
+    """Eight equal tokens in three tiles. These positions have the numbers 0/8 to 7/8: the sum must pass them, not reach."""
+    device, places = device_of(backend), [3, 100, 4095, 4096, 5000, 8191, 8192, 9001]
+    positions = [1238569, 1719163, 2423325, 4987235, 4970968, 3962215, 1478854, 10220519]
+    logits = torch.full((8, 9002), -torch.inf, device=device)
+    logits[:, places] = 0.0
+    ones = torch.ones(8, dtype=torch.int64, device=device)
+    options = Sampling(ones.float(), ones, torch.tensor(positions, device=device))
+    assert ops_of(backend).sample(logits, options).tolist() == places
 
 
 @backends()

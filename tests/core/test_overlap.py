@@ -134,9 +134,6 @@ def test_the_tokens_of_others_are_kept():
     for i, (one, alone) in enumerate(zip(together, lone)):
         (got,) = one.outputs
         assert got.token_ids == alone.outputs[0].token_ids[: 3 * i + 1]
-        assert [next(iter(entry)) for entry in got.logprobs] == [
-            next(iter(entry)) for entry in got.logprobs
-        ]
         assert len(got.logprobs) == len(got.token_ids)
     assert llm.stats()["wasted_tokens"] == 4 and llm.stats()["output_tokens"] == 1 + 4 + 7 + 10
     check_clean(llm)
@@ -215,6 +212,7 @@ def test_which_steps_overlap(name):
     assert llm.runner.num_launched >= (2 if name == "grammar" else 5)
     expected = llm.runner.num_launched - 1 if name in OVERLAPS else 0
     assert llm.runner.num_overlapping == expected
+    assert llm.stats()["wasted_tokens"] == 0
 
 
 def test_a_prompt_whose_log_probabilities_are_wanted_is_read_first():
@@ -233,10 +231,10 @@ def test_a_prompt_whose_log_probabilities_are_wanted_is_read_first():
 
 
 def test_a_step_that_might_preempt_is_planned_with_the_tokens():
-    """Two sequences, and one free block: it is planned as without overlap, and no request loses its blocks for nothing."""
-    llm = device_llm(num_blocks=9, max_num_seqs=2)
-    outputs = llm.generate([PROMPT, PROMPT[::-1]], params(12), use_tqdm=False)
-    assert {len(output.outputs[0].token_ids) for output in outputs} == {12}
+    """The second request needs a block when none is free, but then the first one has ended."""
+    llm = device_llm(num_blocks=8, max_num_seqs=2)
+    llm.generate([PROMPT, PROMPT[::-1]], [params(11), params(12)], use_tqdm=False)
+    assert llm.stats()["preemptions"] == 0
     assert 0 < llm.runner.num_overlapping < llm.runner.num_launched - 1
     check_clean(llm)
 

@@ -92,7 +92,7 @@ def interpret_little(monkeypatch):
     """Layers that do not matter here do without Triton where it is interpreted."""
     if find_spec("triton") is None or torch.cuda.is_available():
         return
-    for name in ("add_and_norm", "norm_and_rotate", "silu_and_mul"):
+    for name in ("add_and_norm", "silu_and_mul"):
         monkeypatch.setattr(f"nanovllm.layers.triton_ops.{name}", getattr(torch_ops, name))
 
 

@@ -47,15 +47,15 @@ def test_right_kernels_leave_nothing_behind(backend):
 
 
 @pytest.mark.parametrize(
-    "name", ["add_and_norm", "norm_and_rotate", "silu_and_mul", "store_kv", "paged_attention"]
+    "name", ["add_and_norm", "rotate_and_store", "silu_and_mul", "paged_attention"]
 )
 def test_a_wrong_kernel_is_named(backend, name):
     right = getattr(torch_ops, name)
 
     def wrong(*args):
-        if name == "store_kv":
-            k, v, *others = args
-            return right(v, k, *others)
+        if name == "rotate_and_store":
+            q, k, v = args[0].split(args[3], dim=1)
+            return right(torch.cat([q, v, k], dim=1), *args[1:])
         result = right(*args)
         last = result[-1] if isinstance(result, tuple) else result
         last *= torch.linspace(0.8, 1.2, last.shape[-1])

@@ -158,6 +158,24 @@ def test_norm_and_rotate():
         assert_close(*pair)
 
 
+def test_rotate_and_store():
+    """As two kernels of which each is compared with PyTorch."""
+    heads, count = [HEADS, KV_HEADS, KV_HEADS], ROWS - 1  # the last row is padding
+    cos_sin = torch.randn(ROWS, HEAD_DIM, device=DEVICE)
+    qkv, norms = randn(ROWS, sum(heads), HEAD_DIM), (norm(HEAD_DIM), norm(HEAD_DIM))
+    batch, _ = random_batch([(1, 1)], KV_HEADS, HEAD_DIM, BLOCK_SIZE, 8 + ROWS, num_layers=1)
+    slots = torch.randperm(ROWS * BLOCK_SIZE, device=DEVICE)[:ROWS]
+    caches = [KVCache(batch.kv_cache.tensor.to(DEVICE, DTYPE)) for _ in range(2)]
+    q, k, v = triton_ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, heads)
+    stored = replace(batch, kv_cache=caches[0], slot_mapping=slots[:count])
+    torch_ops.store_kv(k[:count], v[:count], stored, 0)
+    slots[count:] = -1
+    batch = replace(batch, kv_cache=caches[1], slot_mapping=slots)
+    found = triton_ops.rotate_and_store(qkv, norms, cos_sin, heads, batch, 0)
+    assert torch.equal(found, q)
+    assert torch.equal(*(cache.tensor.nan_to_num(99) for cache in caches))
+
+
 def test_silu_and_mul():
     x = randn(ROWS, 2 * 3072)
     with poisoned():

@@ -115,7 +115,7 @@ def test_the_cost_of_a_step_by_hand():
     shape = shape_of(SHAPES["qwen3-8b"], itemsize=2)
     run = simulate([job(0, 4096, 2)], Config(model="Qwen/Qwen3-8B", max_num_batched_tokens=8192))
     prompt, decode = work_of(shape, [(4096, 4096)], 1), work_of(shape, [(1, 4097)], 1)
-    others = 2.7e-4 + 3.9e-6 + 36 * 1e-5  # the host, and ten launches a layer
+    others = 2.7e-4 + 3.9e-6 + 36 * 1e-5  # the host, and the launches of each layer
     first = prompt.flops / (989e12 * 0.6) + others
     assert times(run)[0] == pytest.approx([first, first + decode.bytes / (3.35e12 * 0.8) + others])
     assert prompt.flops / 989e12 > prompt.bytes / 3.35e12

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanovllm.layers import triton_attention, triton_int8, triton_ops
+from nanovllm.layers import triton_attention, triton_int8, triton_ops, triton_sampler
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
@@ -73,7 +73,10 @@ class Noted:
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
             name = "decode" if constants["TOKENS"] == 1 else "prefill"
+            name += "_part" * constants["IS_SPLIT"]
             name += "_int8" * (constants["k_cache"].dtype == torch.int8)
+        if name == "norm_and_rotate" and constants["HAS_CACHE"]:
+            name = "rotate_and_store"
         if name == "product":
             name += f"_{constants['BITS']}_bits"
         self.launches.append(Launch(name, self.kernel, args, options))
@@ -84,7 +87,8 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for module in (triton_attention, triton_ops, triton_int8, triton_product):
+        modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_product)
+        for module in modules:
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
@@ -99,7 +103,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
 
 
 def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: int) -> None:
-    """For 32 decodes, whose contexts are cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
+    """For 32 decodes, whose contexts are whole or cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
     batch = Batch(
         kv_cache=KVCache(of_cache(2, 1, 100, 16, KV_HEADS, size)),
         slot_mapping=longs(96),
@@ -108,11 +112,11 @@ def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: 
         cu_blocks=ints(34),
         block_tables=ints(99),
         num_decodes=32,
-        layout=2,
     )
     k, v = half(96, 2 * KV_HEADS, head_dim).split(KV_HEADS, dim=1)
     triton_attention.store_kv(k, v, batch, 0)
-    triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
+    for batch.layout in (1, 2, 32):
+        triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
     triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
 
 
@@ -124,7 +128,11 @@ def launch_layers(head_dim: int, group: int, half: Any) -> None:
     triton_ops.add_and_norm(half(96, HIDDEN), half(96, HIDDEN), norms[0])
     heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
     qkv = half(96, sum(heads), head_dim)
-    triton_ops.norm_and_rotate(qkv, *norms[1:], empty(96, head_dim), heads)
+    rotation = (empty(96, head_dim), heads)
+    triton_ops.norm_and_rotate(qkv, *norms[1:], *rotation)
+    cache = KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim))
+    batch = Batch(cache, longs(96), ints(34), ints(33), ints(34), ints(99))
+    triton_ops.rotate_and_store(qkv, (norms[1], norms[2]), *rotation, batch, 0)
     triton_ops.silu_and_mul(half(96, 6 * HIDDEN))
     sampling = Sampling(empty(32), seed=longs(32), position=longs(32), top_p=empty(32))
     triton_ops.sample(half(32, VOCAB), sampling)
@@ -199,7 +207,7 @@ def all_resources(
     of_gpu = partial(sizes, is_old=is_old)
     numbers = triton_product.FEW_NUMBERS if is_old else triton_product.NUMBERS
     with (
-        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:4])),
+        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:5])),
         mock.patch.object(triton_product, "NUMBERS", numbers),
     ):
         launches = launches_of(head_dim, group, dtype, is_whole)

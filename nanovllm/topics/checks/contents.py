@@ -10,7 +10,7 @@ from nanovllm.sequence import Sequence
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class Written:
     """Tokens that a sequence has written one behind the other, up to `end`."""
 
     seq: Any  # a Sequence; None of a block that nobody has written
@@ -18,8 +18,8 @@ class Run:
     end: int
 
 
-Mark = tuple[Run, int]  # the run that has written a block last, and the block's place in its table
-NOTHING: Any = (Run(None, [], 0), 0)
+Mark = tuple[Written, int]  # of a block: its last tokens, and its place in the table
+NOTHING: Any = (Written(None, [], 0), 0)
 
 
 @dataclass(eq=False, repr=False)
@@ -43,7 +43,7 @@ class Contents:
             run, _ = mark = written.get(table[first], NOTHING)
             if run.end != start or run.table is not table:
                 news.append((seq, start, mark))
-                run = Run(seq, table, start)
+                run = Written(seq, table, start)
                 first = start // size - 1
             run.seq = seq
             run.end = start + num_tokens

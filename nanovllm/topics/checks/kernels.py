@@ -22,9 +22,8 @@ CONTEXT = 600  # tokens: attention computes it in several parts
 MOST_ERROR = 0.05  # of a row's length; bfloat16 rounds to 0.004
 OPERATIONS = (
     "add_and_norm",
-    "norm_and_rotate",
+    "rotate_and_store",
     "silu_and_mul",
-    "store_kv",
     "paged_attention",
 )
 
