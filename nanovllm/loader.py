@@ -18,7 +18,7 @@ from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
-from nanovllm.models.qwen import Qwen, check_supported, check_type, head_dim_of
+from nanovllm.models.dense import DenseModel, check_supported, check_type, head_dim_of
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -164,7 +164,7 @@ def load_model(
     ops: Ops,
     prepare: Callable,
     read: Callable = get_tensor,
-) -> Qwen:
+) -> DenseModel:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
     ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
     weight: one by one, so that only one has both forms at a time."""
@@ -201,7 +201,7 @@ def load_model(
 
 
 def prepare_whole(
-    model: Qwen,
+    model: DenseModel,
     module: nn.Module,
     missing: dict[str, tuple],
     prepare: Callable[[Linear], None],
@@ -218,14 +218,14 @@ def prepare_whole(
 
 def new_model(
     config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> Qwen:
+) -> DenseModel:
     """A model with parameters that have no memory yet, but the embedding.
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
     rope = rope_table(config, head_dim_of(config), max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = Qwen(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+        model = DenseModel(config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight

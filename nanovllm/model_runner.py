@@ -23,7 +23,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import is_quantized, load_model
-from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of
@@ -95,7 +95,7 @@ class ModelRunner:
 
                 check_kernels(self)
 
-    def load(self, path: Path, hf_config, *options) -> Qwen:
+    def load(self, path: Path, hf_config, *options) -> DenseModel:
         longest = self.limits.max_model_len
         return load_model(path, hf_config, longest, self.dtype, self.device, self.ops, *options)
 

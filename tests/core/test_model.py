@@ -18,7 +18,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import load_config, load_model
-from nanovllm.models.qwen import check_supported, head_dim_of
+from nanovllm.models.dense import check_supported, head_dim_of
 
 
 def rope(kind: str, **settings) -> dict:

@@ -27,7 +27,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
-from nanovllm.models.qwen import Qwen
+from nanovllm.models.dense import DenseModel
 from nanovllm.options import refusal
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
@@ -138,7 +138,7 @@ class RankRunner(ModelRunner):
     def __del__(self) -> None:
         self.graphs = None  # before the process group, which might wait for them
 
-    def load(self, path: Path, hf_config, *options) -> Qwen:
+    def load(self, path: Path, hf_config, *options) -> DenseModel:
         shard = Shard(hf_config, self.group.rank, self.group.size)
         model = super().load(path, shard.config, *options, shard.read)
         shard.join(model, self.group, hf_config.vocab_size)

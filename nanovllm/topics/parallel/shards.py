@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.config import check_heads
-from nanovllm.models.qwen import Qwen, head_dim_of
+from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
 
 
@@ -95,7 +95,7 @@ class Shard:
             return torch.zeros(shape)  # a bias is added once
         return tensors.get_tensor(name)
 
-    def join(self, model: Qwen, group: Group, vocab_size: int) -> None:
+    def join(self, model: DenseModel, group: Group, vocab_size: int) -> None:
         """Adds the all-reduces, so that the layers' outputs become those of the whole model."""
 
         def add_up(module: nn.Module, args: tuple, output: Tensor) -> Tensor:

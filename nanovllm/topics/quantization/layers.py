@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanovllm.config import Config
 from nanovllm.device.onednn import trim, use_onednn
 from nanovllm.layers.linear import Linear
-from nanovllm.models.qwen import head_dim_of
+from nanovllm.models.dense import head_dim_of
 from nanovllm.topics.quantization import int8
 from nanovllm.topics.quantization.checkpoints import groups_of
 from nanovllm.topics.quantization.groups import (

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.layers import torch_ops
-from nanovllm.models.qwen import Qwen
+from nanovllm.models.dense import DenseModel
 from tutorials.exercises.checks.expect import expect, unchanged
 from tutorials.ladder.qwen3 import Qwen3, attention
 
@@ -31,7 +31,7 @@ MODELS = {
 def counted(config: dict) -> int:
     """Of the engine's model, which is built without memory."""
     with torch.device("meta"):
-        model = Qwen(Qwen3Config(**config), torch.empty(0), torch_ops)
+        model = DenseModel(Qwen3Config(**config), torch.empty(0), torch_ops)
     if config["tie_word_embeddings"]:
         model.lm_head.weight = model.model.embed_tokens.weight
     return sum(parameter.numel() for parameter in model.parameters())

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         }
         qkv_bias = o_bias = getattr(config, "attention_bias", False)
         if config.model_type == "qwen2":
-            qkv_bias = True
+            qkv_bias, o_bias = True, False
         self.q_norm = None
         self.k_norm = None
         if config.model_type == "qwen3":
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Qwen(nn.Module):
+class DenseModel(nn.Module):
     """Parameters have the same names as in the checkpoint, so that loading needs only a table.
 
     rope: the angles of all positions, see rope_table.
