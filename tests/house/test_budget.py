@@ -24,7 +24,7 @@ def size_of_file(name: str) -> Size:
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
 CORE = (2_560, 22_700)  # the root, layers and models, on one backend
-WHOLE_PACKAGE = (11_370, 103_800)
+WHOLE_PACKAGE = (11_395, 104_080)
 ALL_LINES = 61_720  # of all Python files, comments and docstrings too: it may only fall
 
 
