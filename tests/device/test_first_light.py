@@ -17,6 +17,7 @@ from tutorials import machine
 PROBLEM = machine.interpreter_problem()
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="it needs Triton")
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
