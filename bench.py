@@ -12,9 +12,9 @@ Prompts are random token ids and every request gets exactly as many tokens as it
 engines do the same work. Each engine runs in a process of its own, as it comes (its own defaults)
 but with the same weights, dtype and sampling. All are alive together, and answer the requests in
 turns: two rounds to warm up, then those that count, of which the median is shown. Round r adds r to
-every token id, so that no prefix cache knows a prompt from the round before. On a GPU, they share
-its memory. tutorials/appendix.md explains every column; the parts are in
-tutorials/measure.
+every token id, so that no prefix cache knows a prompt from the round before. With --first, there
+are rounds with some of the requests, too. On a GPU, the engines share its memory.
+tutorials/appendix.md explains every column; the parts are in tutorials/measure.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tutorials.measure.busy import endless_loop
 from tutorials.measure.checkpoints import model_directory
 from tutorials.measure.engines import Job
 from tutorials.measure.peers import ENGINES
-from tutorials.measure.turns import Turns
+from tutorials.measure.turns import WARM_UP, Turns
 from tutorials.report import conditions, engines_table, summary, write_json
 from tutorials.simulation.requests import WORKLOADS, cut, make_requests
 
@@ -118,7 +118,9 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--peer", nargs="+", choices=list(ENGINES)[1:], default=[], help="also run these engines")
     add("--python", type=interpreter, action="append", default=[], metavar="ENGINE=INTERPRETER")
-    add("--rounds", type=positive, default=9, help="of each engine, after two to warm up")
+    add("--rounds", type=positive, default=9, help="of each engine, after those to warm up")
+    add("--warm-up", type=count, default=WARM_UP, help="rounds before those; default: %(default)s")
+    add("--first", type=positive, nargs="+", default=[], help="also run only so many requests")
     add("--busy", type=count, default=0, metavar="N", help="endless loops beside all rounds")
     add("--cold", action="store_true", help="also show the start and the rounds to warm up")
     add("--json", type=Path, help="write the result here")
@@ -177,7 +179,7 @@ def compare(args) -> dict:
                 job = replace(job, **{key: facts[key] for key in FOLLOWED})
         for _ in range(args.busy):
             loops.enter_context(endless_loop())
-        turns.play(args.rounds)
+        turns.play(args.rounds, args.warm_up, args.first)
         results = turns.results()
         foreign_share = fmean(turns.foreign_shares)
     ours = results["nanovllm"]
@@ -199,6 +201,7 @@ def compare(args) -> dict:
         "max_model_len": longest,
         "tokens": args.tokens,
         "rounds": args.rounds,
+        "warm_up": args.warm_up,
         "busy": args.busy,
         "foreign_cpu_share": foreign_share,
         "cold": args.cold,

@@ -5,7 +5,8 @@ the course, too, and `pytest tests/course` one of them. What is marked slow is l
 `@pytest.mark.slow` a test, by `@pytest.mark.slow(but_every=5)` all but every fifth of its variants.
 `--slow` runs it. So does the variable SOLUTION, with which students say what the public tests look
 at. `--machine NAME` simulates another machine (tests/tools/machines.py). `--gpu` lets tests see the
-GPU, for those that are meant for one: the others are about a CPU.
+GPU, and leaves out those that are marked cpu. Files that are not meant for one are not run with it:
+scripts/on_a_gpu has those that are.
 """
 
 import gc
@@ -114,6 +115,12 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if config.getoption("--gpu") and torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="about a CPU, and this is a GPU"))
     if config.getoption("--slow") or "SOLUTION" in os.environ:
         return
     num_variants: Counter[tuple[str, int | None]] = Counter()

@@ -22,7 +22,7 @@ def percentile(values: list[float], q: float) -> float | None:
 
 
 FOR_A_TABLE = 7  # rounds
-OF_AN_ENGINE = ("version", "versions", "startup_seconds", "cpu_share", "idle_cpu_share")
+OF_AN_ENGINE = ("version", "versions", "startup_seconds", "cpu_share", "idle_cpu_share", "few")
 
 
 def summary(result: dict, ours: dict, output_tokens: int, is_greedy: bool) -> dict:
@@ -113,6 +113,9 @@ def engines_table(report: dict) -> str:
     rows = {name: engine | cells(engine, report) for name, engine in engines.items()}
     lines = [table(header, columns, rows)]
     lines += [f"{name}: {engine['error']}" for name, engine in engines.items() if "error" in engine]
+    for name, engine in engines.items():
+        for count, speed in engine.get("few", {}).items():
+            lines.append(f"{name}, the first {count} requests alone: {speed:,.0f} tokens/s")
     ours = engines["nanovllm"]
     lines.append(
         "\nnanovllm's cache: at most {kv_blocks_used_peak:,} of {kv_blocks:,} KV blocks used, "
@@ -129,8 +132,8 @@ def cells(engine: dict, report: dict) -> dict:
     """What the table makes of an engine's numbers."""
     if "error" in engine:
         return {}
-    first, second = (report["output_tokens"] / seconds for seconds in engine["warmup_seconds"])
-    found = {"first": first, "second": second}
+    speeds = [report["output_tokens"] / seconds for seconds in engine["warmup_seconds"]]
+    found: dict = dict(zip(("first", "second"), speeds))
     found["range"] = spread(engine, "output_tokens_per_second", ",.0f", "-")
     if "times_as_fast" in engine:
         found["ratio"] = f"{engine['times_as_fast']:.2f}x"

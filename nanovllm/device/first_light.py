@@ -8,7 +8,6 @@ found is printed, and written into one JSON file that can be sent as an issue.
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +16,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from timeit import repeat
 from typing import Any, NamedTuple
 
 SECONDS = 120.0  # that a part may take
-COPY = 2**30  # bytes
 SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
 TORCH = {"attention_backend": "torch", "enforce_eager": True}
 TRITON = {"attention_backend": "triton", "enforce_eager": True}
@@ -46,16 +45,9 @@ def machine(options: dict, is_small: bool) -> dict[str, Any]:
         facts["capability"] = f"sm_{gpu.major}{gpu.minor}"
         facts["memory_gib"] = round(gpu.total_memory / 2**30, 1)
         facts["cuda"] = torch.version.cuda
-        facts["driver"] = driver()
+        query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+        facts["driver"] = subprocess.getoutput(query)
     return facts
-
-
-def driver() -> str | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.strip()
 
 
 def answers(options: dict, is_small: bool) -> dict[str, Any]:
@@ -76,67 +68,116 @@ def answers(options: dict, is_small: bool) -> dict[str, Any]:
 
 
 def speed(options: dict, is_small: bool) -> dict[str, Any]:
-    """A decode step of many sequences, beside the time in which the GPU reads its bytes."""
-    import torch
-
-    from nanovllm import LLM, SamplingParams
+    """Where the time of a decode goes, with few and with many sequences."""
+    from nanovllm import LLM
     from nanovllm.topics.simulator.cost_model import SHAPES  # chapter 14
 
     shape = SHAPES["qwen3-0.6b"] | {"max_position_embeddings": 4096}
-    batch, length = (2, 8) if is_small else (128, 256)
+    device = "cpu" if is_small else "cuda"
+    copied = bytes_per_second(device, is_small)
+    facts: dict = {"copy_gb_per_second": copied / 1e9}
     with TemporaryDirectory() as folder:
-        write_model(Path(folder), shape | SMALL if is_small else shape)
+        write_model(Path(folder), shape | SMALL if is_small else shape, device)
         llm = LLM(folder, **options)
-    params = SamplingParams(temperature=0, max_tokens=8 if is_small else 64, ignore_eos=True)
-    for i in range(batch):
-        llm.add_request([(i + j) % 500 for j in range(length)], params)
-    while llm.scheduler.waiting or llm.stats()["output_tokens"] < 4 * batch:
-        llm.step()
-    times = []
+    room = llm.runner.num_blocks * llm.runner.shape.block_size // 640  # requests
+    batches = [1, 2] if is_small else [batch for batch in (1, 16, 128) if batch <= room]
+    for batch in batches:
+        run_only(llm, batch, 8 if is_small else 256)
+        facts[f"{batch} sequences"] = speed_of(llm, batch, copied, 4 if is_small else 40)
+    # after all times: steps may be slower once there was a profiler
+    for batch in reversed(batches):
+        run_only(llm, batch, 0)
+        busy_ms = sum(kernel.self_device_time_total for kernel in kernels_of(llm, 4)) / 4e3
+        found = facts[f"{batch} sequences"]
+        if busy_ms:  # on a CPU there are no kernels
+            found |= {"gpu_ms": busy_ms, "host_share": 1 - busy_ms / found["step_ms"]}
+    return facts
+
+
+def speed_of(llm: Any, batch: int, copied: float, count: int) -> dict:
+    """The median of `count` steps, with overlap beside the time of reading the bytes."""
+    alone, _ = median_step(llm, count, overlap=False)
+    seconds, num_tokens = median_step(llm, count, overlap=True)
     num_bytes = sum(weight.nbytes for weight in llm.runner.model.parameters())
-    while llm.has_unfinished():
-        num_tokens = sum(len(request.sequences[0]) for request in llm.scheduler.running)
-        begin = time.perf_counter()
-        llm.step()
-        times.append(time.perf_counter() - begin)
-    seconds = sorted(times)[len(times) // 2]
     num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
-    floor = num_bytes / bytes_per_second(llm.runner.device, is_small)
     return {
         "tokens_per_second": round(batch / seconds),
         "step_ms": 1e3 * seconds,
-        "floor_ms": 1e3 * floor,
-        "share_of_roofline": floor / seconds,
-        "peak_gib": 0 if is_small else torch.cuda.max_memory_allocated() / 2**30,
+        "step_ms_without_overlap": 1e3 * alone,
+        "share_of_roofline": num_bytes / copied / seconds,
     }
 
 
-def write_model(folder: Path, shape: dict) -> None:
-    """A model with random weights."""
+def run_only(llm: Any, batch: int, length: int) -> None:
+    """Adds requests, or aborts the oldest, so that there are `batch`. Runs steps until all of them
+    get tokens in the same step."""
+    from nanovllm import SamplingParams
+
+    params = SamplingParams(temperature=0.6, max_tokens=1024, ignore_eos=True)
+    running = llm.scheduler.running
+    for request in running[:-batch]:
+        llm.abort(request.request_id)
+    for i in range(len(running), batch):
+        llm.add_request([i] * length, params)
+    llm.overlaps = False
+    while len(llm.step()) != batch:
+        pass
+
+
+def median_step(llm: Any, count: int, overlap: bool) -> tuple[float, int]:
+    """Seconds of the median step, and the tokens in the cache in this same step."""
+    llm.overlaps = overlap
+    steps = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        outputs = llm.step()
+        seconds = time.perf_counter() - begin
+        tokens = [one.prompt_token_ids + one.outputs[0].token_ids for one in outputs]
+        steps.append((seconds, sum(map(len, tokens))))
+    return sorted(steps)[count // 2]
+
+
+def kernels_of(llm: Any, count: int) -> list:
+    """What torch.profiler says of each kernel of `count` steps. On a CPU there are none."""
+    from torch.profiler import profile
+
+    with profile() as found:
+        for _ in range(count):
+            llm.step()
+    return [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+
+
+def write_model(folder: Path, shape: dict, device: str) -> None:
+    """A model with random weights, made on the device: on a CPU they take most of a minute."""
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**shape)
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    weights = {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    with torch.device("meta"):  # shapes without memory
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = weights[name] = torch.ones_like(parameter, dtype=torch.bfloat16, device=device)
+        if weight.dim() > 1:
+            weight.normal_(std=0.02)
     save_file(weights, folder / "model.safetensors")
     config.save_pretrained(folder)
 
 
-def bytes_per_second(device: Any, is_small: bool) -> float:
+def bytes_per_second(device: str, is_small: bool) -> float:
     """The speed of a copy, which reads and writes."""
     import torch
 
-    source = torch.zeros(COPY // 64 if is_small else COPY, dtype=torch.uint8, device=device)
+    source = torch.zeros(2**24 if is_small else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
+
+    def copy() -> None:
         target.copy_(source)
         if not is_small:
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * source.nbytes / best
+
+    return 2 * source.nbytes / min(repeat(copy, number=1))
 
 
 class Part(NamedTuple):

@@ -58,7 +58,7 @@ def test_a_wrong_kernel_is_named(backend, name):
             return right(torch.cat([q, v, k], dim=1), *args[1:])
         result = right(*args)
         last = result[-1] if isinstance(result, tuple) else result
-        last *= torch.linspace(0.8, 1.2, last.shape[-1])
+        last *= torch.linspace(0.8, 1.2, last.shape[-1], device=last.device)
         return result
 
     setattr(backend, name, wrong)
@@ -107,7 +107,7 @@ def test_triton_is_right_and_a_wrong_replay_is_named(monkeypatch):
         {"dtype": "float16"},
         {"dtype": "bfloat16"},
         pytest.param({"attention_backend": "vattention"}, marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, marks=[pytest.mark.slow, pytest.mark.cpu]),
     ],
 )
 def test_any_engine_may_ask_for_it(options):

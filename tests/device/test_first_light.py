@@ -5,16 +5,19 @@ Run: pytest tests/device/test_first_light.py --slow
 
 import json
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nanovllm import LLM
 from nanovllm.device import first_light
 from tutorials import machine
 
 PROBLEM = machine.interpreter_problem()
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="it needs Triton")
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
@@ -23,7 +26,23 @@ def test_a_part_works_in_the_interpreter(part, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     facts = first_light.part_in_process(part, True)
     assert "error" not in facts, facts
-    assert part != "speed" or 0 < facts["floor_ms"] < facts["step_ms"]
+    assert part != "speed" or 0 < facts["2 sequences"]["share_of_roofline"] < 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_and_time_are_those_of_the_same_step(overlap, monkeypatch):
+    """And of a step of all sequences, although the prompts do not fit into one step."""
+    clock = iter([0, 5, 10, 11, 20, 24, 30, 32, 40, 43])  # the steps take 5, 1, 4, 2 and 3 seconds
+    monkeypatch.setattr(first_light, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    options = {"attention_backend": "torch", "num_blocks": 20, "max_num_batched_tokens": 12}
+    with LLM(device="cpu", max_model_len=64, **options) as llm:
+        for batch in (1, 5, 3):  # at last, two are aborted
+            first_light.run_only(llm, batch, 8)
+        schedules = []
+        llm.observers.append(lambda schedule, _: schedules.append(schedule))
+        seconds, num_tokens = first_light.median_step(llm, 5, overlap)
+    assert [len(schedule.items) for schedule in schedules] == [3] * 5
+    assert seconds == 3 and num_tokens == sum(start + 2 for _, start, _ in schedules[-1].items)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import threads as cpu
 
+pytestmark = pytest.mark.cpu
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 

