@@ -7,7 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from nanovllm.config import EMBEDDED_MODEL
@@ -47,8 +54,9 @@ def check_1(answers) -> None:
 
 # --- another family ---
 @contextmanager
-def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
-    """A small Qwen2 with random weights, and biases of about this size; and its directory."""
+def random_model(family: str, bias: float = 0.0) -> Iterator[tuple[Path, PreTrainedModel]]:
+    """A small Qwen2 or Llama with random weights, and biases of about this size; and its
+    directory."""
     sizes = dict(
         vocab_size=100,
         hidden_size=32,
@@ -60,7 +68,11 @@ def random_qwen2(bias: float) -> Iterator[tuple[Path, Qwen2ForCausalLM]]:
         tie_word_embeddings=True,
     )
     generator = torch.Generator().manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes)).requires_grad_(False)
+    if family == "Qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.requires_grad_(False)
     for name, parameter in model.named_parameters():
         size = bias if name.endswith("bias") else 0.3
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
@@ -79,13 +91,18 @@ def causal(layer, q, k, v):
 
 def check_2(answers) -> None:
     ids = torch.tensor([3, 14, 15, 92, 65, 35])
-    for bias, which in ((0.0, "whose biases are 0"), (1.0, "with biases")):
-        with random_qwen2(bias) as (path, theirs):
+    families = {
+        "a Qwen2 whose biases are 0": ("Qwen2",),
+        "a Qwen2 with biases": ("Qwen2", 1.0),
+        "a Llama, which has no biases": ("Llama",),
+    }
+    for which, family in families.items():
+        with random_model(*family) as (path, theirs):
             right = theirs(ids[None]).logits[0]
             said = answers.Qwen2(path).logits(ids, torch.arange(6), causal)
         expect(said.shape == right.shape, f"the logits have shape {list(said.shape)}")
         off = (said - right).abs().max().item()
-        expect(off < 1e-3, f"a Qwen2 {which}: your logits and transformers' differ by {off:.3f}")
+        expect(off < 1e-3, f"{which}: your logits and transformers' differ by {off:.3f}")
 
 
 # --- rows that the last layer can leave out ---
