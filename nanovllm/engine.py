@@ -373,7 +373,8 @@ class LLM:
     def _launch_behind(self, step: Launched) -> Launched | None:
         """Launches the next step while the device computes this one, if it can be planned without
         the tokens of this one."""
-        if reads_first(self.scheduler, step.schedule):
+        # a suspect runs alone, without overlap: if it fails, its last token has been read
+        if self.recovery.suspects or reads_first(self.scheduler, step.schedule):
             return None
         if not step.schedule.has_advanced:
             self.scheduler.advance(step.schedule)

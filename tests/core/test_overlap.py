@@ -338,6 +338,25 @@ def test_a_step_that_fails_once_changes_no_answer(where, call):
     check_clean(llm)
 
 
+def test_what_had_been_said_before_an_error_stays():
+    """A request that may be the cause runs alone, and one step after the other: no token of it is lost."""
+    (expected,) = new_llm().generate([PROMPT], params(9), use_tqdm=False)
+    llm = new_llm(overlap=True)
+    llm.add_request(PROMPT, params(9), "culprit")
+    launch = llm.runner.launch
+
+    def failing(schedule):
+        if any(seq.num_output_tokens == 4 for seq in schedule.sampled):
+            raise Boom
+        return launch(schedule)
+
+    llm.runner.launch = failing
+    output = go_on(llm)["culprit"]
+    assert isinstance(output.error, Boom)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:4]
+    check_clean(llm)
+
+
 def test_a_pending_token_is_forgotten_after_an_interrupt():
     """Also if it comes while pending tokens are taken away."""
     llm = new_llm(overlap=True)
