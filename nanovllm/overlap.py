@@ -45,12 +45,8 @@ def reads_first(scheduler: Scheduler, schedule: Schedule) -> bool:
     num_seqs = sum([request.params.n for request in scheduler.running])
     if scheduler.block_manager.num_free_blocks < num_seqs:
         return True  # a request might be preempted, although another one ends with this step
-    for seq in schedule.sampled:
-        request = seq.request
-        # beams go on or end by their tokens; penalties and grammars look at tokens on the host
-        if request.is_search or request.needs_rules:
-            return True
-    return False
+    # beams go on or end by their tokens; penalties and grammars look at tokens on the host
+    return any([seq.request.is_search or seq.request.needs_rules for seq in schedule.sampled])
 
 
 @contextmanager

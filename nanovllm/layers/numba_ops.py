@@ -25,7 +25,7 @@ from nanovllm.layers.numba_kernels import (
     silu_and_mul_kernel,
     store_kv_kernel,
 )
-from nanovllm.layers.ops import Norm, Norms
+from nanovllm.layers.ops import Norm, in_two_steps
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True
@@ -143,12 +143,7 @@ def norm_and_rotate(
     return parts
 
 
-def rotate_and_store(
-    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
-) -> Tensor:
-    q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-    store_kv(k, v, batch, layer)
-    return q
+rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

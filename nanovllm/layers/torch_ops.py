@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.ops import Norm, Norms
+from nanovllm.layers.ops import Norm, in_two_steps
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
@@ -72,12 +72,7 @@ def norm_and_rotate(
     return q, k, v
 
 
-def rotate_and_store(
-    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
-) -> Tensor:
-    q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-    store_kv(k, v, batch, layer)
-    return q
+rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

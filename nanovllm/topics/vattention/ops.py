@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.ops import Norms
+from nanovllm.layers.ops import in_two_steps
 from nanovllm.layers.torch_attention import group_by_context
 from nanovllm.topics.vattention.cache import NO_ROW, VirtualCache
 
@@ -34,12 +34,7 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     torch_ops.store_kv(k, v, batch, layer)
 
 
-def rotate_and_store(
-    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
-) -> Tensor:
-    q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-    store_kv(k, v, batch, layer)
-    return q
+rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
 
 
 class Window(NamedTuple):
