@@ -386,7 +386,8 @@ class LLM:
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.
-        Sequences that end by their text are finished."""
+        Sequences that end by their text are finished. If no request is left, the step that is in
+        flight is dropped."""
         news: dict[RequestState, None] = {}  # an ordered set
         for seq in schedule.sampled:
             state = self.states.unfinished[seq.request.request_id]

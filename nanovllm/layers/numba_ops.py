@@ -25,7 +25,7 @@ from nanovllm.layers.numba_kernels import (
     silu_and_mul_kernel,
     store_kv_kernel,
 )
-from nanovllm.layers.ops import Norm, in_two_steps
+from nanovllm.layers.ops import Norm
 
 CAN_BE_RECORDED = False
 IS_COMPILED = True
@@ -143,7 +143,7 @@ def norm_and_rotate(
     return parts
 
 
-rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
+rotate_and_store = torch_ops.in_two_steps(norm_and_rotate, store_kv)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

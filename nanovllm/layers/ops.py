@@ -4,7 +4,6 @@ On a CPU it is numba_ops, on a GPU triton_ops, and torch_ops where these are mis
 says so when the model is built. The layers use nothing else that differs between them.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -57,19 +56,6 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Samples token ids [B] from logits [B, vocab_size] in the model's dtype: see
         sampler.sample."""
-
-
-def in_two_steps(norm_and_rotate: Callable, store_kv: Callable) -> Callable:
-    """The `rotate_and_store` of a backend that has a function for each of the two."""
-
-    def rotate_and_store(
-        qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
-    ) -> Tensor:
-        q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-        store_kv(k, v, batch, layer)
-        return q
-
-    return rotate_and_store
 
 
 def try_out(ops: Ops, device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """The backend in plain PyTorch, for every device. See ops.py for what its functions do."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.ops import Norm, in_two_steps
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
@@ -70,6 +72,19 @@ def norm_and_rotate(
     q = rotated[:, :heads]
     k = rotated[:, heads:]
     return q, k, v
+
+
+def in_two_steps(norm_and_rotate: Callable, store_kv: Callable) -> Callable:
+    """The `rotate_and_store` of a backend that has a function for each of the two."""
+
+    def rotate_and_store(
+        qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+    ) -> Tensor:
+        q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
+        store_kv(k, v, batch, layer)
+        return q
+
+    return rotate_and_store
 
 
 rotate_and_store = in_two_steps(norm_and_rotate, store_kv)

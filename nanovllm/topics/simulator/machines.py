@@ -51,9 +51,7 @@ class Machine:
     seconds_per_sequence: float = 3.9e-6
     seconds_per_token: float = 0.0
     # launches
-    seconds_per_layer: float = (
-        1e-5  # nine or ten kernels (chapter 11), a microsecond each, from a graph
-    )
+    seconds_per_layer: float = 1e-5  # ten kernels at most (chapter 11), a microsecond each
     seconds_per_chunk: float = 0.0  # in each layer, where attention computes chunks one by one
     host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
     link: Link = LINKS["nvlink"]  # to the other devices of a replica

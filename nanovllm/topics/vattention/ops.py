@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanovllm.layers import torch_attention, torch_ops
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.ops import in_two_steps
 from nanovllm.layers.torch_attention import group_by_context
 from nanovllm.topics.vattention.cache import NO_ROW, VirtualCache
 
@@ -34,7 +33,7 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     torch_ops.store_kv(k, v, batch, layer)
 
 
-rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
+rotate_and_store = torch_ops.in_two_steps(norm_and_rotate, store_kv)
 
 
 class Window(NamedTuple):
