@@ -16,39 +16,12 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.triton_int8 import scales_of, store_int8
+from nanovllm.layers.triton_int8 import scales_of
 
 PART = 64  # tokens of a context that are worth a program of their own
 MAX_SPLITS = 32
 PROGRAMS = 4  # for each multiprocessor: enough without parts
 LOG2_E = 1.4426950408889634  # exp(x) is exp2(x * LOG2_E)
-
-
-@triton.jit
-def store_kv_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slots,
-    k_stride,
-    v_stride,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Program t copies the key and value of token t into its slot.
-
-    They have WIDTH = num_kv_heads * head_dim numbers each.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    is_number = i < WIDTH
-    slot = tl.load(slots + t).to(tl.int64)
-    if slot >= 0:  # a padding row of a CUDA graph has none
-        key = tl.load(k + t * k_stride + i, mask=is_number)
-        tl.store(k_cache + slot * WIDTH + i, key, mask=is_number)
-        value = tl.load(v + t * v_stride + i, mask=is_number)
-        tl.store(v_cache + slot * WIDTH + i, value, mask=is_number)
 
 
 @triton.jit
@@ -215,18 +188,6 @@ def combine_kernel(
         total = tl.sum(tl.load(sums + split_at) * weight, 0)
         result = tl.sum(part * weight[:, None], 0) / total
         tl.store(out + row * HEAD_DIM + dim, result, mask=is_dim)
-
-
-def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    """Stores keys and values. A slot of -1 is not written."""
-    keys, values = batch.kv_cache.layers[layer]
-    if keys.dtype == torch.int8:
-        return store_int8(k, v, keys, values, batch.slot_mapping)
-    width = k.shape[1] * k.shape[2]
-    padded = triton.next_power_of_2(width)
-    store_kv_kernel[(len(k),)](
-        k, v, keys, values, batch.slot_mapping, k.stride(0), v.stride(0), width, padded
-    )
 
 
 def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:

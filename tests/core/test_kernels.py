@@ -20,7 +20,14 @@ from far_blocks import moved_away
 
 from nanovllm.config import Limits
 from nanovllm.device.memory import warm_up_steps
-from nanovllm.layers import attention, sampler, torch_sampler, triton_attention, triton_sampler
+from nanovllm.layers import (
+    attention,
+    sampler,
+    torch_sampler,
+    triton_attention,
+    triton_ops,
+    triton_sampler,
+)
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from tutorials.measure.batches import random_batch
@@ -61,20 +68,15 @@ def test_split_kv_of_decodes_beside_chunks(
 
 
 def test_padding_rows_do_nothing():
-    """A CUDA graph of 4 rows replayed for 2 sequences: no slot, no context, no output."""
+    """A CUDA graph of 4 rows replayed for 2 sequences: no context, no output."""
     batch, _ = random_batch([(1, 9), (1, 20)], 2, 32)
     batch.kv_cache = KVCache(batch.kv_cache.tensor.nan_to_num(0.5).to(DEVICE))
-    batch.slot_mapping = torch.tensor([*batch.slot_mapping, -1, -1], device=DEVICE)
     batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
     batch.cu_blocks = torch.nn.functional.pad(
         batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()
     ).to(DEVICE)
     batch.block_tables, batch.num_decodes = batch.block_tables.to(DEVICE), 4
-    before, kv = batch.kv_cache.tensor.clone(), torch.ones(4, 2, 32, device=DEVICE)
-    triton_attention.store_kv(kv, kv, batch, 0)
-    changed = (batch.kv_cache.tensor != before).any(-1).any(-1).sum().item()
-    assert changed == 4  # the keys and the values of two tokens
     q = torch.randn(4, 4, 32, device=DEVICE)
     full = []
     for batch.layout in (1, 4):
@@ -99,11 +101,10 @@ def test_places_that_take_more_than_32_bits(monkeypatch):
     far, first = moved_away(near)
     caches = [batch.kv_cache.tensor[:, :, start:] for batch, start in ((near, 0), (far, first))]
     assert first * caches[0][0, 0, 0].numel() > 2**31
-    kv = torch.randn(2, 11, 1, 64, device=DEVICE, dtype=torch.float16)
-    for batch in (near, far):
-        triton_attention.store_kv(*kv, batch, 0)
+    qkv = torch.randn(11, 4, 64, device=DEVICE, dtype=torch.float16)
+    rotation = ((None, None), torch.randn(11, 64, device=DEVICE), [2, 1, 1])
+    q, _ = (triton_ops.rotate_and_store(qkv.clone(), *rotation, batch, 0) for batch in (near, far))
     assert torch.equal(*(cache.nan_to_num(99) for cache in caches))
-    q = torch.randn(11, 2, 64, device=DEVICE, dtype=torch.float16)
     for near.layout in (1, 2):
         far.layout = near.layout
         outs = [triton_attention.paged_attention(q, batch, 0, 0.1) for batch in (near, far)]
@@ -231,7 +232,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert done.returncode == 0, done.stderr
     kernels, odd = json.loads(done.stdout)
     assert odd == []
-    attention = {"decode", "decode_part", "prefill", "combine", "store_kv", "copy_blocks"}
+    attention = {"decode", "decode_part", "prefill", "combine", "copy_blocks"}
     attention |= {"decode_int8", "decode_part_int8", "prefill_int8", "store_int8"}
     others = {
         "add_and_norm",
