@@ -123,7 +123,7 @@ def splits_of(programs, context, multiprocessors, monkeypatch):
 
 @pytest.mark.parametrize(
     "seqs, context, splits",
-    [(1, 850, 16), (1, 50, 1), (1, 4096, 32), (4, 850, 16), (16, 850, 4), (48, 850, 1), (256, 4096, 1)],
+    [(1, 850, 14), (1, 50, 1), (1, 4096, 32), (4, 850, 14), (16, 850, 4), (48, 850, 1), (256, 4096, 1)],
 )  # fmt: skip
 def test_parts_where_multiprocessors_would_have_no_work(seqs, context, splits, monkeypatch):
     """Qwen3-0.6B on an H100 or H200: see tutorials/results/first_light_h200/sweep.json."""
@@ -131,19 +131,19 @@ def test_parts_where_multiprocessors_would_have_no_work(seqs, context, splits, m
     assert splits_of(8 * seqs, context, 1, monkeypatch) == 1
 
 
-@pytest.mark.parametrize("longest", [40, 600, 1000, 40960])
-@pytest.mark.parametrize("multiprocessors, kv_heads", [(20, 8), (132, 8), (132, 1), (46, 2)])
-def test_no_number_of_parts_is_new_while_serving(longest, multiprocessors, kv_heads, monkeypatch):
-    """A kernel is compiled for each; recorded steps are laid out for the longest context."""
-    args = (multiprocessors, monkeypatch)
+@pytest.mark.parametrize("longest", [40, 70, 40960])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_contexts_in_parts_are_not_new_while_serving(longest, multiprocessors, monkeypatch):
+    """Kernels are compiled for whole contexts, and for contexts in parts."""
     limits = Limits(max_model_len=longest, max_num_seqs=512, max_num_batched_tokens=512)
     steps = warm_up_steps(limits, 16, torch.bfloat16)
     decodes = [item for step in steps for item in step.items if item.num_tokens == 1]
-    compiled = {splits_of(kv_heads, item.start + 1, *args) for item in decodes}
-    contexts = {*range(1, min(longest, 3000), 7), longest}
-    sizes = (1, 2, 3, 7, 16, 50, 300)
-    needed = {splits_of(kv_heads * n, context, *args) for n in sizes for context in contexts}
-    assert needed <= compiled
+    contexts = ([item.start + 1 for item in decodes], (1, longest))
+    compiled, needed = (
+        {splits_of(8, context, multiprocessors, monkeypatch) > 1 for context in some}
+        for some in contexts
+    )
+    assert needed == compiled
 
 
 # --- the cutoff of the sampler ---
