@@ -306,6 +306,18 @@ def test_sample_with_a_number_at_a_border(backend):
 
 
 @backends()
+def test_sample_with_the_largest_number(backend):
+    """Where sums of fp32 in another order may not pass it: the token still has a weight."""
+    device = device_of(backend)
+    logits = randn(20, 9000, device=device)
+    logits[:, 4000:] = -torch.inf
+    ones = torch.ones(20, dtype=torch.int64, device=device)
+    options = Sampling(ones.float(), ones, 8007926 * ones)
+    assert uniform(options.seed, options.position)[0] == 1 - 2**-23
+    assert (ops_of(backend).sample(logits, options) < 4000).all()
+
+
+@backends()
 def test_sample_from_rows_that_are_apart(backend):
     """As ranks gather them, whose parts of the vocabulary are padded."""
     device = device_of(backend)
