@@ -96,13 +96,6 @@ def test_tiles_of_a_long_prompt(backend):
     check_attention(backend, [(40, 40), (1, 7), (20, 90)], 7, 1, 64)
 
 
-@backends("reference", triton=0)
-def test_decodes_before_chunks(backend):
-    """As the runner sorts them, and one decode behind a chunk."""
-    sequences = [(1, 9), (1, 150), (1, 1), (5, 5), (1, 12), (20, 70), (17, 40)]
-    check_attention(backend, sequences, 6, 2, 32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     "block_size, kv_heads, head_dim", [(1, 1, 32), (3, 2, 20), (16, 2, 32), (256, 1, 32)]
@@ -326,18 +319,6 @@ def test_sample_from_rows_that_are_apart(backend):
     padded = 4 * randn(8, 104, device=device)
     expected = sampler.sample(padded[:, :101].contiguous(), options)
     assert torch.equal(ops_of(backend).sample(padded[:, :101], options), expected)
-
-
-@pytest.mark.parametrize("max_top_k, all_have_top_k", [(0, False), (2, True)])
-@backends()
-def test_sample_from_the_two_highest_logits(backend, max_top_k, all_have_top_k):
-    device = device_of(backend)
-    rows = torch.arange(4, device=device)
-    options = Sampling(torch.ones_like(rows).float(), seed=rows, position=rows)
-    options.top_k = torch.full_like(rows, 2)
-    options.max_top_k, options.all_have_top_k = max_top_k, all_have_top_k
-    logits = randn(4, 50, device=device)
-    assert torch.equal(ops_of(backend).sample(logits, options), sampler.sample(logits, options))
 
 
 @backends()
