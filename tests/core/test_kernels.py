@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from backends import DEVICE, PROBLEM, TOLERANCE, check_attention
+from backends import DEVICE, PROBLEM, TOLERANCE, check_attention, move_batch
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
@@ -28,7 +28,6 @@ from nanovllm.layers import (
     triton_ops,
     triton_sampler,
 )
-from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from tutorials.measure.batches import random_batch
 
@@ -70,13 +69,12 @@ def test_split_kv_of_decodes_beside_chunks(
 def test_padding_rows_do_nothing():
     """A CUDA graph of 4 rows replayed for 2 sequences: no context, no output."""
     batch, _ = random_batch([(1, 9), (1, 20)], 2, 32)
-    batch.kv_cache = KVCache(batch.kv_cache.tensor.nan_to_num(0.5).to(DEVICE))
+    move_batch(batch, DEVICE)
+    batch.kv_cache.tensor.nan_to_num_(0.5)
     batch.cu_seqlens_q = torch.arange(5, dtype=torch.int32, device=DEVICE)
     batch.context_lens = torch.tensor([9, 20, 0, 0], dtype=torch.int32, device=DEVICE)
-    batch.cu_blocks = torch.nn.functional.pad(
-        batch.cu_blocks, (0, 2), value=batch.cu_blocks[-1].item()
-    ).to(DEVICE)
-    batch.block_tables, batch.num_decodes = batch.block_tables.to(DEVICE), 4
+    batch.cu_blocks = torch.cat([batch.cu_blocks, batch.cu_blocks[-1:].expand(2)])
+    batch.num_decodes = 4
     q = torch.randn(4, 4, 32, device=DEVICE)
     full = []
     for batch.layout in (1, 4):
@@ -95,9 +93,7 @@ def test_places_that_take_more_than_32_bits(monkeypatch):
         pytest.skip("needs 16 GiB of GPU memory")
     monkeypatch.setattr(triton_attention, "PART", 16)
     near, _ = random_batch([(1, 40), (1, 7), (9, 30)], 1, 64, block_size=16, num_layers=1)
-    near.kv_cache = KVCache(near.kv_cache.tensor.to(DEVICE, torch.float16))
-    for name in ("slot_mapping", "cu_seqlens_q", "context_lens", "cu_blocks", "block_tables"):
-        setattr(near, name, getattr(near, name).to(DEVICE))
+    move_batch(near, DEVICE, torch.float16)
     far, first = moved_away(near)
     caches = [batch.kv_cache.tensor[:, :, start:] for batch, start in ((near, 0), (far, first))]
     assert first * caches[0][0, 0, 0].numel() > 2**31
