@@ -80,17 +80,19 @@ def speed(options: dict, is_small: bool) -> dict[str, Any]:
         write_model(Path(folder), shape | SMALL if is_small else shape, device)
         llm = LLM(folder, **options)
     room = llm.runner.num_blocks * llm.runner.shape.block_size // 640  # requests
-    batches = [1, 2] if is_small else [batch for batch in (1, 16, 128) if batch <= room]
+    batches = [1, 2] if is_small else [batch for batch in (1, 16, 64, 256) if batch <= room]
     for batch in batches:
         run_only(llm, batch, 8 if is_small else 256)
         facts[f"{batch} sequences"] = speed_of(llm, batch, copied, 4 if is_small else 40)
     # after all times: steps may be slower once there was a profiler
     for batch in reversed(batches):
         run_only(llm, batch, 0)
-        busy_ms = sum(kernel.self_device_time_total for kernel in kernels_of(llm, 4)) / 4e3
+        kernels = kernels_of(llm, 4)
+        busy_ms = sum(us for us, *_ in kernels) / 1e3
         found = facts[f"{batch} sequences"]
         if busy_ms:  # on a CPU there are no kernels
             found |= {"gpu_ms": busy_ms, "host_share": 1 - busy_ms / found["step_ms"]}
+            found["kernels"] = kernels[:16]
     return facts
 
 
@@ -137,14 +139,19 @@ def median_step(llm: Any, count: int, overlap: bool) -> tuple[float, int]:
     return sorted(steps)[count // 2]
 
 
-def kernels_of(llm: Any, count: int) -> list:
-    """What torch.profiler says of each kernel of `count` steps. On a CPU there are none."""
+def kernels_of(llm: Any, count: int) -> list[tuple[float, float, str]]:
+    """The kernels of `count` steps, the longest first: microseconds and launches in one step, and
+    the name. On a CPU there are none."""
     from torch.profiler import profile
 
     with profile() as found:
         for _ in range(count):
             llm.step()
-    return [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    events = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    return sorted(
+        ((e.self_device_time_total / count, e.count / count, e.key[:80]) for e in events),
+        reverse=True,
+    )
 
 
 def write_model(folder: Path, shape: dict, device: str) -> None:
