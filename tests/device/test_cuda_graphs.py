@@ -1,6 +1,6 @@
 """The static buffers of CUDA graphs. Here recording and replay are a plain call; on a GPU they are real.
 
-Run: pytest tests/device/test_cuda_graphs.py [-k padding]
+Run: pytest tests/device/test_cuda_graphs.py [-k looks_for_it]
 """
 
 import gc
