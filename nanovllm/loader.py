@@ -18,7 +18,13 @@ from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
-from nanovllm.models.dense import DenseModel, check_supported, check_type, head_dim_of
+from nanovllm.models.dense import (
+    HYBRID_TYPES,
+    DenseModel,
+    check_supported,
+    check_type,
+    head_dim_of,
+)
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -82,12 +88,18 @@ def load_config(path: Path):
     file = path / "config.json"
     stored = read_json(file)
     with reading(file):
-        check_type(stored.get("model_type"))  # before transformers asks whether to run its code
+        model_type = stored.get("model_type")
+        check_type(model_type)  # before transformers asks whether to run its code
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_supported(config)
+        if model_type in HYBRID_TYPES:
+            from nanovllm.topics.hybrid.model import text_config  # chapter 23
+
+            config = text_config(config)
+        else:
+            check_supported(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
@@ -99,6 +111,11 @@ def load_config(path: Path):
         # raises if the rope settings are invalid
         rope_table(config, head_dim_of(config), max_model_len=1)
     return config
+
+
+def has_states(config) -> bool:
+    """Whether some layers have a state instead of a KV cache."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def is_quantized(config) -> bool:
@@ -174,6 +191,10 @@ def load_model(
         from nanovllm.topics.quantization.checkpoints import QuantizedReader  # chapter 21
 
         reader = QuantizedReader(config, files)
+    if has_states(config):
+        from nanovllm.topics.hybrid.checkpoint import TextReader  # chapter 23
+
+        reader = TextReader(reader, config, files)
     model = new_model(config, max_model_len, dtype, device, ops)
     reader.add_parameters(model)
     missing = destinations(model)
@@ -183,8 +204,8 @@ def load_model(
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     module, kind, rows = missing.pop(name)
-                    if module.weight.is_meta:
-                        module.to_empty(device=device)
+                    if getattr(module, kind).is_meta:
+                        module.to_empty(device=device, recurse=False)
                     load_into(getattr(module, kind).data[rows], read(tensors, name), name, file)
                     prepare_whole(model, module, missing, prepare)
                 elif not ignorable(name, config):
@@ -223,9 +244,16 @@ def new_model(
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
-    rope = rope_table(config, head_dim_of(config), max_model_len)
+    new: Callable = DenseModel
+    if has_states(config):
+        from nanovllm.topics.hybrid.model import HybridModel, rope_of  # chapter 23
+
+        new = HybridModel
+        rope = rope_of(config, max_model_len)
+    else:
+        rope = rope_table(config, head_dim_of(config), max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = DenseModel(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+        model = new(config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight

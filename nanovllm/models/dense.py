@@ -5,6 +5,8 @@ The families differ in three places: Qwen2 has biases on q, k and v; Qwen3 norma
 and k; Qwen3 and Llama may have biases on all products of attention.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,12 +15,13 @@ from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
 
 
 def check_type(model_type: object) -> None:
-    """Raises ValueError if this file does not implement the model_type of a config.json."""
-    if model_type not in MODEL_TYPES:
-        supported = ", ".join(MODEL_TYPES)
+    """Raises ValueError if no file implements the model_type of a config.json."""
+    if model_type not in MODEL_TYPES + HYBRID_TYPES:
+        supported = ", ".join(MODEL_TYPES + HYBRID_TYPES)
         raise ValueError(f"model_type={model_type!r} is not supported, only {supported}")
 
 
@@ -129,11 +132,14 @@ class DenseModel(nn.Module):
     rope: the angles of all positions, see rope_table.
     """
 
+    states: Any = None  # a StateCache, in a hybrid model (chapter 23)
+
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__()
         check_supported(config)
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
+        self.num_kv_layers = config.num_hidden_layers
         self.rope = rope
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
