@@ -16,7 +16,13 @@ from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device.choose import choose_device
 from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
-from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.loader import (
+    find_model,
+    has_states,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+)
 from nanovllm.model_runner import ModelRunner, Runner
 from nanovllm.options import refusal
 from nanovllm.overlap import Launched, pending, reads_first
@@ -72,7 +78,13 @@ class LLM:
         self.backend_tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
         device = choose_device(config)
         longest = longest_context(hf_config)
-        self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
+        limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
+        manager_cls: Callable = config.block_manager_cls or BlockManager
+        if has_states(hf_config):
+            from nanovllm.topics.hybrid.states import with_slots  # chapter 23
+
+            limits, manager_cls = with_slots(config, limits, hf_config, path, device)
+        self.limits = limits
         arguments = (config, limits, hf_config, path, device)
         if runner is None and config.tensor_parallel_size > 1:
             # some builds of PyTorch lack torch.distributed
@@ -83,7 +95,7 @@ class LLM:
 
         # what decides which requests run, and on which blocks
         new_block_manager = partial(
-            config.block_manager_cls or BlockManager,
+            manager_cls,
             self.runner.num_blocks,
             config.block_size,
             config.enable_prefix_caching,

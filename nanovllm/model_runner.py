@@ -22,7 +22,7 @@ from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
-from nanovllm.loader import is_quantized, load_model
+from nanovllm.loader import has_states, is_quantized, load_model
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
@@ -69,8 +69,12 @@ class ModelRunner:
             prepare = choose_product(config, hf_config, self.ops)
         self.model = self.load(path, hf_config, prepare)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
+        if has_states(hf_config):
+            from nanovllm.topics.hybrid.states import StateCache  # chapter 23
+
+            self.model.states = StateCache(self.model, limits.max_num_seqs, device)
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
-        shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
+        shape = CacheShape(self.model.num_kv_layers, config.block_size, *heads, self.dtype)
         if config.kv_cache_dtype != "auto":
             from nanovllm.topics.quantization.kv_cache import choose_shape  # chapter 21
 
@@ -107,9 +111,13 @@ class ModelRunner:
         return self.threads.of_step(num_tokens * self.weights_per_layer)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
-        of_host = int(config.kv_cache_gib * 2**30)
+        of_host = int(config.kv_cache_gib * 2**30) - self._state_bytes
         available = self._memory_left(config) if self.device.type == "cuda" else of_host
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
+
+    @property
+    def _state_bytes(self) -> int:
+        return self.model.states.nbytes if self.model.states else 0
 
     def _memory_left(self, config: Config) -> int:
         """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
@@ -139,6 +147,9 @@ class ModelRunner:
             raise ValueError(f"there is no room for {what}: {reason}") from error
         gib = self.num_blocks * self.shape.block_bytes / 2**30
         size = f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, {gib:.1f} GiB"
+        if self.model.states:
+            size += f"; states of {self.limits.max_num_seqs:,} sequences"
+            size += f", {self._state_bytes / 2**30:.1f} GiB"
         logger.info("KV cache: %s", size)
 
     def _new_graphs(self) -> StepGraphs:
@@ -208,12 +219,16 @@ class ModelRunner:
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
         block_size = self.kv_cache.block_size
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size]
+        state_slots = None
+        if self.model.states:
+            state_slots = integers([item.seq.state_slot for item in items])
         batch = Batch(
             kv_cache=self.kv_cache,
             slot_mapping=self.kv_cache.slots(block_ids, positions % block_size),
             cu_seqlens_q=F.pad(ends, (1, 0)).int(),
             context_lens=contexts.int(),
             cu_blocks=cu_blocks,
+            state_slots=state_slots,
             block_tables=block_tables,
             num_decodes=int((counts == 1).sum()),
             max_context=int(contexts.max()),
@@ -264,6 +279,8 @@ class ModelRunner:
         if self.host_cache is not None:
             self.host_cache.swap_out(moves.swaps_out)
             self.host_cache.swap_in(moves.swaps_in)
+        if moves.state_copies:
+            self.model.states.copy(moves.state_copies)
         if moves.copies:
             self.ops.copy_blocks(self.kv_cache, moves.copies)
 
