@@ -11,10 +11,10 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 SHAPE = dict(

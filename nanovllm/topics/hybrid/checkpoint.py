@@ -58,7 +58,8 @@ class TextTensors:
         self.reader = reader
 
     def keys(self) -> list[str]:
-        names = [name for name in self.tensors.keys() if not name.startswith(SKIPPED)]
+        names = [name for name in self.tensors.keys()]  # noqa: SIM118 (safe_open is no dict)
+        names = [name for name in names if not name.startswith(SKIPPED)]
         long = self.reader.prefix
         return [
             SHORT + name.removeprefix(long) if name.startswith(long) else name for name in names
