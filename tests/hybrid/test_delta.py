@@ -6,6 +6,7 @@ Run: pytest tests/hybrid/test_delta.py
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import backends, device_of, ops_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
@@ -113,6 +114,32 @@ def test_the_convolution_reads_the_tail_of_its_own_sequence(width):
         expected = F.silu(F.conv1d(padded, weight.unsqueeze(1), groups=6)).T
         torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=1e-5)
     assert tails[[0, 4]].isnan().all()  # no other slot was written
+
+
+@backends()
+@pytest.mark.parametrize(
+    "heads, sizes, value_size", [(4, (2, 8), 12), (3, (3, 20), 40), (2, (1, 128), 64)]
+)
+def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
+    """Rows that share a key head, columns in several parts, a new sequence, padding rows; no other slot is written."""
+    decode = delta.decode_of(ops_of(backend))
+    device = device_of(backend)
+    generator = torch.Generator().manual_seed(3)
+    channels = 2 * sizes[0] * sizes[1] + heads * value_size
+    qkv = torch.randn(5, channels, generator=generator)
+    log_decay = -(torch.rand(5, heads, generator=generator) ** 4) * 20
+    beta = torch.rand(5, heads, generator=generator)
+    states = torch.randn(7, heads, sizes[1], value_size, generator=generator)
+    states[[0, 3]] = torch.nan
+    slots, is_new = torch.tensor([5, 3, 1, 0, 6]), torch.tensor([0, 1, 0, 1, 0]).bool()
+    expected_states = states.clone()
+    expected = delta.decode(qkv, log_decay, beta, sizes, expected_states, slots, is_new)
+    on_device = states.to(device)
+    rest = (on_device, slots.to(device), is_new.to(device))
+    out = decode(*(x.to(device) for x in (qkv, log_decay, beta)), sizes, *rest)
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(on_device.cpu(), expected_states, atol=1e-5, rtol=1e-4)
+    assert on_device[[2, 4]].cpu().equal(states[[2, 4]])
 
 
 def test_padding_and_new_sequences_read_zeros():

@@ -25,6 +25,7 @@ from nanovllm.layers import triton_attention, triton_int8, triton_ops, triton_sa
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
+from nanovllm.topics.hybrid import triton_delta
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups
 
@@ -88,6 +89,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     launches: list[Launch] = []
     with ExitStack() as stack:
         modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_product)
+        modules += (triton_delta,)
         for module in modules:
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
@@ -99,6 +101,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             launch_attention(head_dim, group, half, codes)
             launch_layers(half)
             launch_products(half)
+            launch_delta()
     return launches
 
 
@@ -138,6 +141,14 @@ def launch_products(half: Any) -> None:
     triton_product.product(half(96, HIDDEN), Groups(codes, scales, zeros))
     rows = empty(VOCAB, 1, HIDDEN, dtype=torch.int8)
     triton_product.product(half(96, HIDDEN), Groups(rows, empty(VOCAB, 1), None))
+
+
+def launch_delta() -> None:
+    """Sizes are Qwen3.5-0.8B's: 16 heads of 128 numbers, and channels for q, k and v."""
+    gates, states = empty(32, 16), empty(33, 16, 128, 128)
+    is_new = empty(32, dtype=torch.bool)
+    qkv = empty(32, 3 * 16 * 128)
+    triton_delta.decode(qkv, gates, gates, (16, 128), states, longs(32), is_new)
 
 
 def compiled(launch: Launch, capability: int) -> Any:

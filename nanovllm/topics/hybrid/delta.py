@@ -11,6 +11,8 @@ A decode does just that. `chunked` computes the same for all tokens of a prompt 
 products.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -168,8 +170,17 @@ def decode(
     return (q.unsqueeze(-2) @ state).squeeze(-2)
 
 
-def decode_of(ops: Ops):
+def decode_of(ops: Ops) -> Callable[..., Tensor]:
     """The function `decode` of a backend."""
+    name = getattr(ops, "__name__", "")
+    if name.endswith("numba_ops"):
+        from nanovllm.topics.hybrid import numba_delta
+
+        return numba_delta.decode
+    if name.endswith("triton_ops"):
+        from nanovllm.topics.hybrid import triton_delta
+
+        return triton_delta.decode
     return decode
 
 
