@@ -16,14 +16,9 @@ from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device.choose import choose_device
 from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
-from nanovllm.loader import (
-    find_model,
-    has_states,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-)
+from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, Runner
+from nanovllm.models.dense import has_states
 from nanovllm.options import refusal
 from nanovllm.overlap import Launched, pending, reads_first
 from nanovllm.processing.inputs import (
@@ -94,13 +89,9 @@ class LLM:
         self.runner: Runner = runner or ModelRunner(*arguments)
 
         # what decides which requests run, and on which blocks
-        new_block_manager = partial(
-            manager_cls,
-            self.runner.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.runner.num_host_blocks,
-        )
+        sizes = (self.runner.num_blocks, config.block_size)
+        options = (config.enable_prefix_caching, self.runner.num_host_blocks)
+        new_block_manager = partial(manager_cls, *sizes, *options)
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.scheduler.proposer = proposer

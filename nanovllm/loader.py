@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.rotary import rope_table
-from nanovllm.models.dense import (
-    HYBRID_TYPES,
-    DenseModel,
-    check_supported,
-    check_type,
-    head_dim_of,
-)
+from nanovllm.models.dense import DenseModel, check_supported, check_type, has_states
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -88,13 +82,12 @@ def load_config(path: Path):
     file = path / "config.json"
     stored = read_json(file)
     with reading(file):
-        model_type = stored.get("model_type")
-        check_type(model_type)  # before transformers asks whether to run its code
+        check_type(stored.get("model_type"))  # before transformers asks whether to run its code
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if model_type in HYBRID_TYPES:
+        if has_states(config):
             from nanovllm.topics.hybrid.model import text_config  # chapter 23
 
             config = text_config(config)
@@ -109,13 +102,8 @@ def load_config(path: Path):
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
         # raises if the rope settings are invalid
-        rope_table(config, head_dim_of(config), max_model_len=1)
+        model_class(config).rope_of(config, max_model_len=1)
     return config
-
-
-def has_states(config) -> bool:
-    """Whether some layers have a state instead of a KV cache."""
-    return "linear_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def is_quantized(config) -> bool:
@@ -237,6 +225,15 @@ def prepare_whole(
         prepare(model.lm_head)
 
 
+def model_class(config) -> Any:
+    """DenseModel, or that of another family with the same methods."""
+    if has_states(config):
+        from nanovllm.topics.hybrid.model import HybridModel  # chapter 23
+
+        return HybridModel
+    return DenseModel
+
+
 def new_model(
     config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> DenseModel:
@@ -244,14 +241,8 @@ def new_model(
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
-    new: Callable = DenseModel
-    if has_states(config):
-        from nanovllm.topics.hybrid.model import HybridModel, rope_of  # chapter 23
-
-        new = HybridModel
-        rope = rope_of(config, max_model_len)
-    else:
-        rope = rope_table(config, head_dim_of(config), max_model_len)
+    new = model_class(config)
+    rope = new.rope_of(config, max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
         model = new(config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)

@@ -22,8 +22,8 @@ from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
-from nanovllm.loader import has_states, is_quantized, load_model
-from nanovllm.models.dense import DenseModel, head_dim_of
+from nanovllm.loader import is_quantized, load_model
+from nanovllm.models.dense import DenseModel, has_states, head_dim_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of

@@ -30,7 +30,7 @@ class CacheShape(NamedTuple):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.zeros. On a CPU, its memory is taken when it is first touched."""
+    """Does what torch.zeros does. On a CPU, memory is taken when it is first touched."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # anonymous pages are zero and take no memory until they are touched; private ones,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
@@ -23,6 +24,11 @@ def check_type(model_type: object) -> None:
     if model_type not in MODEL_TYPES + HYBRID_TYPES:
         supported = ", ".join(MODEL_TYPES + HYBRID_TYPES)
         raise ValueError(f"model_type={model_type!r} is not supported, only {supported}")
+
+
+def has_states(config) -> bool:
+    """Whether some layers have a state instead of a KV cache: chapter 23."""
+    return config.model_type in HYBRID_TYPES
 
 
 def check_supported(config) -> None:
@@ -143,6 +149,10 @@ class DenseModel(nn.Module):
         self.rope = rope
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+    @staticmethod
+    def rope_of(config, max_model_len: int) -> Tensor:
+        return rope_table(config, head_dim_of(config), max_model_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

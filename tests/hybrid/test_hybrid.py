@@ -151,6 +151,18 @@ def test_a_row_in_company_is_the_same_as_alone(backend, model):
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
 
 
+def test_a_wrong_kernel_is_found_before_the_first_request(model, monkeypatch):
+    pytest.importorskip("numba")
+    from nanovllm.topics.hybrid import numba_delta
+
+    options = OPTIONS | {"attention_backend": "numba", "check_kernels": "always"}
+    LLM(model[1], **options)
+    right = numba_delta.decode
+    monkeypatch.setattr(numba_delta, "decode", lambda *args: right(*args) * 1.5)
+    with pytest.raises(ValueError, match=r"differ from PyTorch's here: the delta rule \d+%;"):
+        LLM(model[1], **options)
+
+
 def test_bfloat16_is_close(model):
     reference, path = model
     prompts = prompts_of(random.Random(6), 3)
@@ -212,7 +224,10 @@ def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
     "changes, message",
     [
         ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported, only"),
-        ({"layer_types": ["linear_attention"] * 4}, "must be linear_attention and full_attention"),
+        (
+            {"layer_types": ["linear_attention"] * 4},
+            "must be full_attention and linear_attention, both",
+        ),
         (
             {"layer_types": ["linear_attention", "sliding_attention", *["full_attention"] * 2]},
             "'sliding_attention'",

@@ -38,30 +38,36 @@ class Rows:
         counts = batch.cu_seqlens_q.diff()
         num_seqs = len(counts)
         num_tokens = len(batch.slot_mapping)
+        device = counts.device
+        first = batch.cu_seqlens_q[:-1]
         # what the slot holds is of an earlier owner, or of padding, whose slot is 0
         self.is_new = (batch.context_lens <= counts) | (self.slots == 0)
-        device = counts.device
         seq = torch.arange(num_seqs, device=device)
         seq_of_token = torch.repeat_interleave(seq, counts, output_size=num_tokens)
-        self.tokens = torch.arange(num_tokens, device=device) + width * (seq_of_token + 1)
-        begins = batch.cu_seqlens_q[:-1] + width * seq
-        self.tails = begins[:, None] + torch.arange(width, device=device)
-        self.next_tails = self.tails + counts[:, None]
+        token = torch.arange(num_tokens, device=device)
+        self.tokens = token + width * (seq_of_token + 1)
+        begins = first + width * seq
+        places = torch.arange(width, device=device)
+        self.tails = begins.unsqueeze(1) + places
+        self.next_tails = self.tails + counts.unsqueeze(1)
         self.chunks: list[tuple[int, slice]] = []  # sequences with more than one token
         if self.num_decodes < num_seqs:
             ends = batch.cu_seqlens_q.tolist()
             for b in range(self.num_decodes, num_seqs):
-                self.chunks.append((b, slice(ends[b], ends[b + 1])))
+                tokens = slice(ends[b], ends[b + 1])
+                self.chunks.append((b, tokens))
 
 
 def state_shapes(config) -> list[tuple[int, ...]]:
     """The shapes of what a sequence has in a layer: a tail [width, channels], and states [value
     heads, key size, value size]."""
-    num_keys = config.linear_num_key_heads * config.linear_key_head_dim
+    key_size = config.linear_key_head_dim
+    value_size = config.linear_value_head_dim
+    num_keys = config.linear_num_key_heads * key_size
     heads = config.linear_num_value_heads
-    size = config.linear_value_head_dim
-    tail = (config.linear_conv_kernel_dim - 1, 2 * num_keys + heads * size)
-    return [tail, (heads, config.linear_key_head_dim, size)]
+    width = config.linear_conv_kernel_dim - 1
+    channels = 2 * num_keys + heads * value_size
+    return [(width, channels), (heads, key_size, value_size)]
 
 
 class GatedDeltaNet(nn.Module):
@@ -76,26 +82,37 @@ class GatedDeltaNet(nn.Module):
         (width, channels), (heads, _, value_size) = self.state_shapes
         self.value_heads = heads
         self.key_sizes = (config.linear_num_key_heads, config.linear_key_head_dim)
-        self.sizes = [channels, heads * value_size]  # of qkv and z
-        parts = {"in_proj_qkv": channels, "in_proj_z": heads * value_size}
+        num_values = heads * value_size
+        self.sizes = [channels, num_values]  # of qkv and z
+        parts = {
+            "in_proj_qkv": channels,
+            "in_proj_z": num_values,
+        }
+        gates = {
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
         self.in_proj_qkvz = Linear(config.hidden_size, parts)
-        self.in_proj_ba = Linear(config.hidden_size, {"in_proj_b": heads, "in_proj_a": heads})
+        self.in_proj_ba = Linear(config.hidden_size, gates)
         self.conv1d = nn.Conv1d(channels, channels, width + 1, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = nn.RMSNorm(value_size, config.rms_norm_eps)
-        self.out_proj = Linear(heads * value_size, config.hidden_size)
-        self.decode = decode_of(ops)
+        self.out_proj = Linear(num_values, config.hidden_size)
+        self.ops = ops
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
-        qkv, z = self.in_proj_qkvz(x).split(self.sizes, 1)
+        qkvz = self.in_proj_qkvz(x)
+        qkv, z = qkvz.split(self.sizes, 1)
         b, a = self.in_proj_ba(x).float().chunk(2, 1)
-        qkv = convolve(qkv, self.conv1d.weight.squeeze(1), self.tails, rows)
-        log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        weight = self.conv1d.weight.squeeze(1)
+        qkv = convolve(qkv, weight, self.tails, rows)
+        speed = self.A_log.exp()
+        log_decay = -speed * F.softplus(a + self.dt_bias)
         values = self.attend(qkv, log_decay, b.sigmoid(), rows)
-        normed = F.rms_norm(values, self.norm.normalized_shape, self.norm.weight, self.norm.eps)
-        gated = normed.flatten(1) * F.silu(z.float())
+        normed = self.norm(values).flatten(1)
+        gated = normed * F.silu(z.float())
         return self.out_proj(gated.to(x.dtype))
 
     def attend(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, rows: Rows) -> Tensor:
@@ -104,15 +121,25 @@ class GatedDeltaNet(nn.Module):
         n = rows.num_decodes
         parts = []
         if n:
-            slots, is_new = rows.slots[:n], rows.is_new[:n]
-            inputs = (qkv[:n], log_decay[:n], beta[:n])
-            parts.append(self.decode(*inputs, sizes, self.states, slots, is_new))
+            out = decode_of(self.ops)(
+                qkv[:n],
+                log_decay[:n],
+                beta[:n],
+                sizes,
+                self.states,
+                rows.slots[:n],
+                rows.is_new[:n],
+            )
+            parts.append(out)
         for b, tokens in rows.chunks:
             slot = rows.slots[b]
             state = self.states[slot].masked_fill(rows.is_new[b], 0)
             heads = heads_of(qkv[tokens], sizes, self.value_heads)
-            heads += (log_decay[tokens], beta[tokens])
-            out, state = chunked(*(part.transpose(0, 1) for part in heads), state)
+            gates = (log_decay[tokens], beta[tokens])
+            inputs = (*heads, *gates)
+            by_head = [part.transpose(0, 1) for part in inputs]
+            by_head.append(state)
+            out, state = chunked(*by_head)
             self.states[slot] = state
             parts.append(out.transpose(0, 1))
         return torch.cat(parts)
@@ -123,14 +150,18 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, rows: Rows) -> Tensor:
 
     Reads the tail of each sequence, and replaces it by its newest tokens.
     """
+    num_tokens, num_channels = x.shape
     width = rows.tails.shape[1]
-    padded = torch.empty(len(x) + rows.tails.numel(), x.shape[1], device=x.device)
-    padded[rows.tails] = tails[rows.slots].masked_fill(rows.is_new[:, None, None], 0)
+    num_rows = num_tokens + rows.tails.numel()
+    padded = torch.empty(num_rows, num_channels, device=x.device)
+    before = tails[rows.slots]
+    padded[rows.tails] = before.masked_fill(rows.is_new[:, None, None], 0)
     padded[rows.tokens] = x.float()
     tails[rows.slots] = padded[rows.next_tails]
     out = padded[rows.tokens] * weight[:, width]
     for i in range(width):
-        out.addcmul_(padded[rows.tokens - width + i], weight[:, i])
+        earlier = padded[rows.tokens - width + i]
+        out.addcmul_(earlier, weight[:, i])
     return F.silu(out)
 
 
@@ -139,11 +170,16 @@ def heads_of(qkv: Tensor, sizes: tuple[int, int], value_heads: int) -> tuple[Ten
     1, and q is scaled. Several value heads share a key head."""
     key_heads, key_size = sizes
     num_keys = key_heads * key_size
-    *qk, v = qkv.split([num_keys, num_keys, qkv.shape[1] - 2 * num_keys], 1)
-    heads = [part.unflatten(1, sizes) for part in qk]
-    normed = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in heads]
-    q, k = (x.repeat_interleave(value_heads // key_heads, 1) for x in normed)
-    return q * key_size**-0.5, k, v.unflatten(1, (value_heads, -1))
+    num_values = qkv.shape[1] - 2 * num_keys
+    qk, v = qkv.split([2 * num_keys, num_values], 1)
+    qk = qk.unflatten(1, (2 * key_heads, key_size))
+    squares = qk.square().sum(-1, keepdim=True)
+    qk = qk * torch.rsqrt(squares + 1e-6)
+    # each key head is that of several value heads
+    group = value_heads // key_heads
+    q, k = qk.repeat_interleave(group, 1).chunk(2, 1)
+    scale = key_size**-0.5
+    return q * scale, k, v.unflatten(1, (value_heads, -1))
 
 
 def decode(
@@ -161,8 +197,10 @@ def decode(
     sequence has a state of zeros. `sizes` are the number of key heads, and their size.
     """
     q, k, v = heads_of(qkv, sizes, states.shape[1])
-    state = states[slots].masked_fill(is_new[:, None, None, None], 0)
-    state *= log_decay.exp()[..., None, None]
+    state = states[slots]
+    state.masked_fill_(is_new[:, None, None, None], 0)
+    decay = log_decay.exp()
+    state *= decay[..., None, None]
     held = (k.unsqueeze(-2) @ state).squeeze(-2)
     correction = (v - held) * beta.unsqueeze(-1)
     state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
@@ -197,23 +235,40 @@ def chunked(
     """
     num_tokens = q.shape[1]
     padding = -num_tokens % CHUNK  # tokens that neither read, write nor decay
-    q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, CHUNK)) for x in (q, k, v))
-    log_decay, beta = (F.pad(x, (0, padding)).unflatten(1, (-1, CHUNK)) for x in (log_decay, beta))
-    since = log_decay.cumsum(-1)  # of all decays since the chunk's begin, the logarithm
-    between = (since.unsqueeze(-1) - since.unsqueeze(-2)).tril().exp().tril()
-    decay = since.unsqueeze(-1).exp()
+    gates = (log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+    parts = []
+    for x in (q, k, v, *gates):
+        padded = F.pad(x, (0, 0, 0, padding))
+        parts.append(padded.unflatten(1, (-1, CHUNK)))
+    q, k, v, log_decay, beta = parts
+    since = log_decay.cumsum(-2)  # the logarithm of all decays since the chunk's begin
+    differences = since - since.mT
+    between = differences.tril().exp().tril()
+    decay = since.exp()
 
-    k_beta = k * beta.unsqueeze(-1)
+    k_beta = k * beta
     system = k_beta @ k.mT * between  # its diagonal counts as 1
-    wanted = torch.cat([v * beta.unsqueeze(-1), k_beta * decay], -1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    corrections, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    wanted = torch.cat([v * beta, k_beta * decay], -1)
+    solved = torch.linalg.solve_triangular(
+        system,
+        wanted,
+        upper=False,
+        unitriangular=True,
+    )
+    sizes = [v.shape[-1], k.shape[-1]]
+    corrections, reads = solved.split(sizes, -1)
     scores = q @ k.mT * between
     q = q * decay
-    k = k * (since[..., -1:] - since).exp().unsqueeze(-1)
-    parts = []
+    last = since[..., -1:, :]
+    k = k * (last - since).exp()
+    values = []
     for i in range(q.shape[1]):
-        correction = corrections[:, i] - reads[:, i] @ state
-        parts.append(q[:, i] @ state + scores[:, i] @ correction)
-        state = state * decay[:, i, -1:] + k[:, i].mT @ correction
-    return torch.cat(parts, 1)[:, :num_tokens], state
+        held = reads[:, i] @ state
+        correction = corrections[:, i] - held
+        before = q[:, i] @ state
+        within = scores[:, i] @ correction
+        values.append(before + within)
+        state = state * decay[:, i, -1:]
+        state = state + k[:, i].mT @ correction
+    out = torch.cat(values, 1)
+    return out[:, :num_tokens], state

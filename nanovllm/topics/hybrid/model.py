@@ -1,8 +1,8 @@
 """Qwen3.5 (text): three of four layers are Gated DeltaNet, the others attention as in Qwen3.
 
-Beside the layers, five things differ from Qwen3. Norms multiply by 1 + weight. A half of q_proj is a
-gate for what attention gives. Only a part of each head is rotated. The fields lie in `text_config`.
-The tensors have another prefix (checkpoint.py).
+Beside the layers, five things differ from Qwen3. Norms multiply by 1 + weight. A half of q_proj is
+a gate for what attention gives. Only a part of each head is rotated. The fields lie in
+`text_config`. The tensors have another prefix (checkpoint.py).
 """
 
 from typing import Any
@@ -18,27 +18,34 @@ from nanovllm.layers.rotary import rope_settings, rope_table
 from nanovllm.models.dense import MLP, head_dim_of
 from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
 
-KINDS = ("linear_attention", "full_attention")  # of layers
+KINDS = ["full_attention", "linear_attention"]  # of layers
 
 
 def text_config(config) -> Any:
     """The config of the language model, from that of the whole checkpoint. Raises ValueError if it
     is not supported."""
     text = getattr(config, "text_config", config)
-    if text is not config:
-        text.tie_word_embeddings = config.tie_word_embeddings
-        for name in ("quantization_config", "dtype"):
-            if getattr(config, name, None) is not None:
-                setattr(text, name, getattr(config, name))
+    for name in ("tie_word_embeddings", "quantization_config", "dtype"):
+        value = getattr(config, name, None)
+        if value is not None:
+            setattr(text, name, value)
     if text.hidden_act != "silu":
         raise ValueError(f"hidden_act={text.hidden_act!r} is not supported, only silu")
-    kinds = [kind for kind in KINDS if kind in text.layer_types]
-    if set(text.layer_types) - {*KINDS} or len(kinds) < 2:
+    kinds = sorted(set(text.layer_types))
+    if kinds != KINDS:
         both = " and ".join(KINDS)
-        raise ValueError(f"layer_types={sorted(set(text.layer_types))} must be {both}, both")
-    if text.linear_num_value_heads % text.linear_num_key_heads:
-        heads = f"linear_num_key_heads={text.linear_num_key_heads}"
-        raise ValueError(f"{heads} does not divide {text.linear_num_value_heads} value heads")
+        raise ValueError(f"layer_types={kinds} must be {both}, both")
+    value_heads = text.linear_num_value_heads
+    key_heads = text.linear_num_key_heads
+    if value_heads % key_heads:
+        heads = f"{value_heads} value heads"
+        raise ValueError(f"linear_num_key_heads={key_heads} does not divide {heads}")
+    size = rotary_size(text)
+    whole = head_dim_of(text)
+    if size % 2 or whole % 2:
+        raise ValueError(
+            f"{size} of {whole} numbers of a head cannot be rotated: both must be even"
+        )
     return text
 
 
@@ -57,18 +64,10 @@ def order_of(config) -> Tensor:
     middle = rotary_size(config) // 2
     size = head_dim_of(config)
     numbers = torch.arange(size, device="cpu")
-    first, second, rest = numbers.split([middle, middle, size - 2 * middle])
-    half = size // 2 - middle
-    return torch.cat([first, rest[:half], second, rest[half:]])
-
-
-def rope_of(config, max_model_len: int) -> Tensor:
-    """The angles in this order, see rope_table. The numbers that are not rotated have the angle
-    0."""
-    size = rotary_size(config)
-    cos, sin = rope_table(config, size, max_model_len).chunk(2, -1)
-    rest = (head_dim_of(config) - size) // 2
-    return torch.cat([F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))], -1)
+    sizes = [middle, middle, size - 2 * middle]
+    first, second, rest = numbers.split(sizes)
+    rest_1, rest_2 = rest.chunk(2)
+    return torch.cat([first, rest_1, second, rest_2])
 
 
 # --- layers ---
@@ -81,9 +80,11 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.ops = ops
-        self.head_dim = size = head_dim_of(config)
+        size = head_dim_of(config)
+        heads = config.num_attention_heads
+        self.head_dim = size
+        self.heads = heads
         self.scale = size**-0.5
-        self.heads = heads = config.num_attention_heads
         kv_heads = config.num_key_value_heads
         self.sizes = [heads, kv_heads, kv_heads]
         parts = {
@@ -96,20 +97,27 @@ class GatedAttention(nn.Module):
         self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
         self.o_proj = Linear(heads * size, config.hidden_size, config.attention_bias)
         # q_proj gives q and gate of the first head, then those of the second ...
-        first = [2 * i for i in range(heads)] + [2 * heads + i for i in range(2 * kv_heads)]
-        begins = size * torch.tensor(first, device="cpu").unsqueeze(1)
-        order = order_of(config).repeat(heads + 2 * kv_heads, 1)
-        order[heads + kv_heads :] = torch.arange(size, device="cpu")  # v is not rotated
-        self.order = (begins + order).flatten().to(device)
+        num_parts = 2 * (heads + kv_heads)
+        with torch.device("cpu"):
+            numbers = torch.arange(num_parts * size).view(num_parts, size)
+        queries = numbers[: 2 * heads : 2]
+        keys, values = numbers[2 * heads :].chunk(2)
+        rotated = torch.cat([queries, keys])
+        rotated = rotated[:, order_of(config)]
+        order = torch.cat([rotated, values])
+        self.order = order.flatten().to(device)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         mixed = self.qkv_proj(x)
-        qkv = mixed[:, self.order].view(len(x), -1, self.head_dim)
-        gate = mixed.unflatten(1, (-1, self.head_dim))[:, 1 : 2 * self.heads : 2]
+        ordered = mixed[:, self.order]
+        qkv = ordered.view(len(x), -1, self.head_dim)
+        gates = mixed.unflatten(1, (-1, self.head_dim))
+        gate = gates[:, 1 : 2 * self.heads : 2].sigmoid()
         norms = (self.q_norm, self.k_norm)
         q = self.ops.rotate_and_store(qkv, norms, cos_sin, self.sizes, batch, self.layer)
         attended = self.ops.paged_attention(q, batch, self.layer, self.scale)
-        return self.o_proj((attended * gate.sigmoid()).flatten(1))
+        gated = attended * gate
+        return self.o_proj(gated.flatten(1))
 
 
 class DecoderLayer(nn.Module):
@@ -143,9 +151,11 @@ class Decoder(nn.Module):
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table)
         self.layers = nn.ModuleList()
-        for i, kind in enumerate(config.layer_types):
-            layer = config.layer_types[:i].count("full_attention")
-            self.layers.append(DecoderLayer(config, kind, layer, ops, device))
+        num_before = 0  # layers with attention
+        for kind in config.layer_types:
+            layer = DecoderLayer(config, kind, num_before, ops, device)
+            self.layers.append(layer)
+            num_before += kind == "full_attention"
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -164,7 +174,7 @@ class HybridModel(nn.Module):
         self.model = Decoder(config, ops, rope.device)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def to(self, dtype: torch.dtype) -> "HybridModel":
+    def to(self, dtype: torch.dtype) -> "HybridModel":  # type: ignore[override]
         """Norms, convolutions and decays stay in fp32: they are few numbers, and 1 + weight would
         lose digits."""
         super().to(dtype)
@@ -173,6 +183,18 @@ class HybridModel(nn.Module):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.float()
         return self
+
+    @staticmethod
+    def rope_of(config, max_model_len: int) -> Tensor:
+        """The angles of all positions, for heads in the order of `order_of`. The numbers that are
+        not rotated have the angle 0."""
+        size = rotary_size(config)
+        angles = rope_table(config, size, max_model_len)
+        cos, sin = angles.chunk(2, -1)
+        rest = (head_dim_of(config) - size) // 2
+        whole_cos = F.pad(cos, (0, rest), value=1.0)
+        whole_sin = F.pad(sin, (0, rest))
+        return torch.cat([whole_cos, whole_sin], -1)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

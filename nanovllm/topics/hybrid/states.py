@@ -19,7 +19,6 @@ import torch
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, Limits
 from nanovllm.layers.kv_cache import zeros
-from nanovllm.loader import weight_files
 from nanovllm.sequence import Sequence
 from nanovllm.topics.hybrid.delta import GatedDeltaNet, state_shapes
 
@@ -72,7 +71,7 @@ class StateBlocks(BlockManager):
         self.slot_owners = [0] * (num_slots + 1)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
-        """Also gives `seq` a slot that only this sequence has: a step writes it."""
+        """Gives `seq` its blocks, and a slot that only this sequence has: the step writes it."""
         super().allocate(seq, num_tokens)
         shared = seq.state_slot
         if self.slot_owners[shared] == 1:
@@ -142,7 +141,7 @@ def slots_that_fit(config: Config, hf_config, path: Path, device: torch.device) 
     room = int(config.kv_cache_gib * 2**30)
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        weights = sum(file.stat().st_size for file in weight_files(path))
+        weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         room = int(total * config.gpu_memory_utilization) - weights // num_ranks
     num_slots = int(room * LARGEST_SHARE) // slot_bytes - 1  # one is for padding
     if num_slots < 1:

@@ -27,7 +27,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
-from nanovllm.models.dense import DenseModel
+from nanovllm.models.dense import DenseModel, has_states
 from nanovllm.options import refusal
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
@@ -40,7 +40,7 @@ from nanovllm.topics.parallel.ranks import (
     started,
     started_by_torchrun,
 )
-from nanovllm.topics.parallel.shards import shard_of
+from nanovllm.topics.parallel.shards import Shard
 from nanovllm.topics.parallel.watch import LOST, SECONDS_BETWEEN_BEATS, repeat
 
 FIRST = 2**11  # numbers of a step in one message; more of them need a second one
@@ -136,6 +136,15 @@ def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
 
 
 # --- runners ---
+
+
+def shard_of(config, rank: int, size: int) -> Shard:
+    """A rank's part of a model of any family."""
+    if has_states(config):
+        from nanovllm.topics.parallel.hybrid import HybridShard  # chapter 23
+
+        return HybridShard(config, rank, size)
+    return Shard(config, rank, size)
 
 
 class RankRunner(ModelRunner):

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.config import check_heads
-from nanovllm.loader import has_states
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
+
+
+SUMMED = ("o_proj", "out_proj", "down_proj")  # layers of which each rank has a summand
 
 
 class Part:
@@ -108,18 +110,9 @@ class Shard:
 
         model.model.embed_tokens = Embedding(model.model.embed_tokens.weight, group)  # type: ignore
         for name, module in model.named_modules():
-            if name.endswith(("o_proj", "out_proj", "down_proj")):
+            if name.endswith(SUMMED):
                 module.register_forward_hook(add_up)
         model.lm_head.register_forward_hook(gather)
-
-
-def shard_of(config, rank: int, size: int) -> Shard:
-    """A rank's Shard of a model of any family."""
-    if has_states(config):
-        from nanovllm.topics.hybrid.shards import HybridShard  # chapter 23
-
-        return HybridShard(config, rank, size)
-    return Shard(config, rank, size)
 
 
 class Embedding(nn.Module):

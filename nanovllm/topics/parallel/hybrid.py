@@ -24,8 +24,11 @@ class HybridShard(Shard):
         values = Part(value_heads * config.linear_value_head_dim, rank, size)
         self.heads = Part(value_heads, rank, size)
         self.qkv = [keys, keys, values]
-        self.rows["q_proj"] = Part(2 * self.rows["q_proj"].length, rank, size)  # with the gate
-        self.rows |= {"in_proj_z": values, "in_proj_b": self.heads, "in_proj_a": self.heads}
+        queries = self.rows["q_proj"].length
+        self.rows["q_proj"] = Part(2 * queries, rank, size)  # with the gate
+        self.rows["in_proj_z"] = values
+        self.rows["in_proj_b"] = self.heads
+        self.rows["in_proj_a"] = self.heads
         self.columns["out_proj"] = values
 
     def read(self, tensors: Any, name: str) -> Tensor:
