@@ -16,7 +16,6 @@ from nanovllm.config import check_heads
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
 
-
 SUMMED = ("o_proj", "out_proj", "down_proj")  # layers of which each rank has a summand
 
 
