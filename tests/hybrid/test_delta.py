@@ -138,7 +138,7 @@ def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
     rest = (on_device, slots.to(device), is_new.to(device))
     out = decode(*(x.to(device) for x in (qkv, log_decay, beta)), sizes, *rest)
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(on_device.cpu(), expected_states, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(on_device[1:].cpu(), expected_states[1:], atol=1e-5, rtol=1e-4)
     assert on_device[[2, 4]].cpu().equal(states[[2, 4]])
 
 

@@ -46,7 +46,7 @@ def check_slots(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def check_answer(reference, prompt: list[int], output, tolerance: float = 2e-4) -> None:
+def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> None:
     """Log-probabilities of all tokens, and greedy tokens up to ties."""
     for answer in output.outputs:
         token_ids = prompt + answer.token_ids
@@ -54,7 +54,7 @@ def check_answer(reference, prompt: list[int], output, tolerance: float = 2e-4) 
         rows = expected[len(prompt) - 1 : -1]
         for token_id, found, row in zip(answer.token_ids, answer.logprobs, rows):
             assert abs(found[token_id] - row[token_id]) < tolerance
-            assert row[token_id] > row.max() - tolerance
+            assert row[token_id] > row.max() - tolerance or not is_greedy
         known = (output.prompt_logprobs or [])[1:]
         for i, found in enumerate(known):
             assert abs(found[prompt[i + 1]] - expected[i, prompt[i + 1]]) < tolerance
@@ -172,6 +172,12 @@ def test_bfloat16_is_close(model):
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
             check_answer(reference, prompt, output, tolerance=0.7)
     assert llm.runner.model.model.norm.weight.dtype == torch.float32
+
+
+def test_groups_that_do_not_divide_the_values(tmp_path):
+    path = save(new_model("qwen3_5_text", hidden_size=64, intermediate_size=64), tmp_path)
+    with pytest.raises(ValueError, match="groups of 32 numbers do not divide rows of 48"):
+        LLM(path, **OPTIONS, quantization="int4")
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
@@ -296,12 +302,7 @@ def test_samples_copy_the_state_of_their_prompt(num_blocks, model):
     assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 10)
     for prompt, output in zip(prompts, outputs):
         assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-        for answer in output.outputs:
-            token_ids = prompt + answer.token_ids
-            rows = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-            for i, token_id in enumerate(answer.token_ids):
-                expected = rows[len(prompt) + i - 1, token_id].item()
-                assert abs(answer.logprobs[i][token_id] - expected) < 2e-4
+        check_answer(reference, prompt, output, is_greedy=False)
 
 
 @pytest.mark.parametrize("num_blocks", [100, 10])

@@ -44,13 +44,15 @@ def delta_kernel(
     slot = tl.load(slots + row)
     state_at = states + ((slot * HEADS + head) * KEY_SIZE + i)[:, None] * VALUE_SIZE + j
     is_number = is_key[:, None] & is_value
-    state = tl.load(state_at, mask=is_number, other=0.0)
-    state = tl.where(tl.load(is_new + row) == 0, state, 0.0)
+    state = tl.zeros([KEYS, VALUES], tl.float32)
+    if tl.load(is_new + row) == 0:
+        state = tl.load(state_at, mask=is_number, other=0.0)
     state *= tl.exp(tl.load(log_decay + row * HEADS + head))
     held = tl.sum(k[:, None] * state, 0)
     correction = (v - held) * tl.load(beta + row * HEADS + head)
     state += k[:, None] * correction
-    tl.store(state_at, state, mask=is_number)
+    if slot > 0:  # a padding row of a CUDA graph has none
+        tl.store(state_at, state, mask=is_number)
     result = tl.sum(q[:, None] * state, 0)
     tl.store(out + (row * HEADS + head) * VALUE_SIZE + j, result, mask=is_value)
 

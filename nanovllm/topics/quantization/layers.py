@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanovllm.config import Config
 from nanovllm.device.onednn import trim, use_onednn
 from nanovllm.layers.linear import Linear
-from nanovllm.models.dense import head_dim_of
+from nanovllm.models.dense import has_states, head_dim_of
 from nanovllm.topics.quantization import int8
 from nanovllm.topics.quantization.checkpoints import groups_of
 from nanovllm.topics.quantization.groups import (
@@ -48,7 +48,11 @@ def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
     rows that a rank has."""
     heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
     middle = -(-hf_config.intermediate_size // num_ranks)
-    for width in (hf_config.hidden_size, heads, middle):
+    widths = [hf_config.hidden_size, heads, middle]
+    if has_states(hf_config):
+        values = hf_config.linear_num_value_heads * hf_config.linear_value_head_dim
+        widths.append(values // num_ranks)
+    for width in widths:
         if width % group:
             why = f"groups of {group} numbers do not divide rows of {width}"
             raise ValueError(f"{name} is not possible with tensor_parallel_size={num_ranks}: {why}")
