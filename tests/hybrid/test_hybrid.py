@@ -255,7 +255,7 @@ def test_what_is_not_supported_is_named(changes, message, model, tmp_path):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
-    """A slot holds what its last owner has left: no one else reads it (vllm#54504 and others)."""
+    """A slot holds what its last owner has left, here NaN: no other sequence reads it."""
     reference, path = model
     sizes = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = LLM(path, **OPTIONS | sizes, overlap=overlap)
@@ -272,7 +272,7 @@ def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
 
 
 def test_a_prompt_again_computes_all_its_tokens(model, caplog):
-    """No hit, in silence or with a wrong state (vllm#40696, #51198, #51250): one log line says so."""
+    """No hit, in silence or with a wrong state (vllm#40696, #51198, #51250, #54504): one log line says so."""
     reference, path = model
     with caplog.at_level(logging.INFO):
         llm = LLM(path, **OPTIONS)
