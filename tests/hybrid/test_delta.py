@@ -140,6 +140,8 @@ def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(on_device[1:].cpu(), expected_states[1:], atol=1e-5, rtol=1e-4)
     assert on_device[[2, 4]].cpu().equal(states[[2, 4]])
+    if backend == "triton":  # where a recorded step has several padding rows at once
+        assert on_device[0].isnan().all()
 
 
 def test_padding_and_new_sequences_read_zeros():
