@@ -86,8 +86,8 @@ class ModelRunner:
             self._allocate()
             if is_cuda or self.ops.IS_COMPILED:
                 self.warm_up()
-            if self.has_graphs:
-                self.graphs = self._new_graphs()
+            self.graphs = self._new_graphs() if self.has_graphs else None
+            if self.graphs is not None:
                 for size in reversed(self.graphs.sizes):
                     self.graphs.record(size)
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
@@ -141,7 +141,11 @@ class ModelRunner:
         size = f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, {gib:.1f} GiB"
         logger.info("KV cache: %s", size)
 
-    def _new_graphs(self) -> StepGraphs:
+    def _new_graphs(self) -> Any:
+        if self.ops.__name__.endswith("numba_ops"):
+            from nanovllm.layers.numba_step import bind  # chapter 11
+
+            return bind(self.model, self.kv_cache)
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
@@ -276,7 +280,10 @@ class ModelRunner:
         results: list[Tensor] = []
         wanted = [seq.request.num_logprobs for seq in seqs]
         if seqs:
-            logits = self.model.lm_head(hidden[: len(seqs)])
+            if inputs.logits is None:
+                logits = self.model.lm_head(hidden[: len(seqs)])
+            else:
+                logits = inputs.logits[inputs.sampled_rows]
             if inputs.sampling is None:
                 # the first of equal logits, like argmax, which is four times as slow on a CPU
                 highest, token_ids = logits.max(-1)

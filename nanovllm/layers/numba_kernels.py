@@ -9,10 +9,10 @@ What is a grid on a GPU is a range of programs here, from `begin` to `end`: each
 gets one, see numba_ops.run. A program's sums do not depend on what is beside it. They are in
 float32; a 16-bit result is rounded once, at the end.
 
-All that these kernels call is in this file: numba notices changes of a kernel's file only.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 
@@ -55,6 +55,24 @@ class Cache(FunctionCache):
             function(*args)
         except OSError as error:
             logger.warning("%s: compiled kernels cannot be kept: %s", self.cache_path, error)
+
+    def _index_key(self, signature, codegen):
+        return signature, codegen.magic_tuple(), repr(made_of(self._py_func))
+
+
+def made_of(function: Callable) -> list:
+    """What a kernel's machine code depends on: the numbers for which it was made, and the times of
+    all files with kernels that it calls. numba looks at its own file only, and takes the kernels in
+    a closure for others in each process."""
+    code = function.__code__
+    parts = [code.co_name, os.stat(code.co_filename).st_mtime_ns]
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in [*values, *map(function.__globals__.get, code.co_names)]:
+        if hasattr(value, "py_func"):
+            parts.append(made_of(value.py_func))
+        elif isinstance(value, int | float):
+            parts.append(value)
+    return parts
 
 
 def kernel(function: Callable, fastmath: set[str] | bool = FAST_MATH) -> Callable:

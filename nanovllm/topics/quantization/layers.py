@@ -101,3 +101,12 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Ten
     if bias is not None:
         result += bias
     return result.to(x.dtype)
+
+
+def groups_in(linear: Linear) -> Groups:
+    """The weight of a quantized layer. It is a copy if oneDNN has it in a layout of its own."""
+    held = linear.product.keywords["product"].keywords
+    if "weight" in held:
+        return held["weight"]
+    codes = held["packed"].to_dense().T.contiguous()
+    return Groups(codes.unsqueeze(1), held["scales"].unsqueeze(1), None)

@@ -1,8 +1,8 @@
-"""The product with weights in 4 bits, in compiled Python, for a few rows of activations: codes stay
-packed until they are in registers.
+"""Products with weights in 4 and 8 bits, in compiled Python, for a few rows of activations: codes
+stay packed until they are in registers.
 
 numba_kernels.py says what a program is. No sum of floats may be reordered here, so the results are
-those of groups.plain_product, to the last bit.
+those of groups.plain_product, and of oneDNN, to the last bit.
 """
 
 from collections.abc import Callable
@@ -12,32 +12,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel
-from nanovllm.layers.numba_kernels import ZERO
+from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
 from nanovllm.layers.numba_ops import run
+from nanovllm.layers.numba_step import Form, Rows, Weights, new_rows
 from nanovllm.topics.quantization.groups import Groups, plain_product
 
 FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
 
 
+@exact_kernel
+def integers_of(rows, begin, end):
+    """Program t: the groups of row t."""
+    quantize_kernel(rows.integers, rows.scales, rows.sums, rows.grouped, begin, end)
+
+
+@exact_kernel
+def multiply_8_bits(out, rows, weights, layer, num_rows, begin, end):
+    """Program o: each row of integers times row o of a weight whose groups are rows."""
+    codes = weights.codes[layer]
+    scales = weights.scales[layer]
+    biases = weights.biases[layer]
+    for o in range(begin, end):
+        for t in range(num_rows):
+            total = np.int32(0)
+            for i in range(codes.shape[2]):
+                total += np.int32(rows.integers[t, 0, i]) * np.int32(np.int16(codes[o, 0, i]))
+            number = np.float32(np.int32(total)) * scales[o, 0] * rows.scales[t, 0]
+            if len(biases):
+                number += as_float32(biases[o])
+            out[t, o] = rounded(number, out[t, o])
+
+
 @cache
-def product_kernel(GROUP: int) -> Callable:
-    """A kernel for groups of this size, called with (out, numbers, row_scales, sums, codes, scales,
-    zeros, begin, end). It computes the rows of the weight from `begin` to `end`."""
+def in_4_bits(GROUP: int) -> Form:
+    """The form of weights with groups of this size. Its kernel computes the rows of the weight from
+    `begin` to `end`."""
 
     @exact_kernel
-    def product(
-        out,  # [T, out]
-        numbers,  # int16 [T, groups, GROUP], with zeros behind an odd number of groups
-        row_scales,  # [T, groups], and so are sums
-        sums,
-        codes,  # [out, pairs, GROUP]
-        scales,  # [out, groups], and so are zeros
-        zeros,
-        begin,
-        end,
-    ):
-        num_rows, num_groups = row_scales.shape
+    def multiply_4_bits(out, rows, weights, layer, num_rows, begin, end):
+        codes = weights.codes[layer]
+        scales = weights.scales[layer]
+        zeros = weights.zeros[layer]
+        biases = weights.biases[layer]
+        num_groups = scales.shape[1]
         for o in range(begin, end):
             for t in range(num_rows):
                 total = ZERO
@@ -48,41 +67,48 @@ def product_kernel(GROUP: int) -> Callable:
                         code = codes[o, first // 2, i]
                         low_code = np.int16(np.int16(code) & np.int16(15))
                         high_code = np.int16(code >> np.uint8(4))
-                        low += np.int32(numbers[t, first, i]) * np.int32(low_code)
-                        high += np.int32(numbers[t, first + 1, i]) * np.int32(high_code)
-                    low -= zeros[o, first] * sums[t, first]
-                    scale = row_scales[t, first] * scales[o, first]
+                        low += np.int32(rows.integers[t, first, i]) * np.int32(low_code)
+                        high += np.int32(rows.integers[t, first + 1, i]) * np.int32(high_code)
+                    low -= zeros[o, first] * rows.sums[t, first]
+                    scale = rows.scales[t, first] * scales[o, first]
                     total += np.float32(np.int32(low)) * scale
                     second = first + 1
                     if second < num_groups:
-                        high -= zeros[o, second] * sums[t, second]
-                        scale = row_scales[t, second] * scales[o, second]
+                        high -= zeros[o, second] * rows.sums[t, second]
+                        scale = rows.scales[t, second] * scales[o, second]
                         total += np.float32(np.int32(high)) * scale
-                out[t, o] = total
+                if len(biases):
+                    total += as_float32(biases[o])
+                out[t, o] = rounded(total, out[t, o])
 
-    return product
+    return Form(integers_of, multiply_4_bits, GROUP)
+
+
+IN_8_BITS = Form(integers_of, multiply_8_bits)
 
 
 def product(x: Tensor, weight: Groups) -> Tensor:
     """x [T, in] times a weight in 4 bits: fp32 [T, out]."""
     if len(x) > FEW_ROWS:
         return plain_product(x, weight)
-    codes, scales, zeros = weight
-    assert zeros is not None, "a weight in 4 bits has zeros"
     num_rows = len(x)
-    num_out, num_groups = scales.shape
-    group = codes.shape[2]
-    numbers = torch.zeros(num_rows, num_groups + num_groups % 2, group, dtype=torch.int16)
-    row_scales = torch.empty(num_rows, num_groups)
-    sums = torch.empty(num_rows, num_groups, dtype=torch.int32)
-    rows = arrays(numbers, row_scales, sums)
-    grouped = x.float().view(num_rows, num_groups, group)
-    run(quantize_kernel, (*rows, grouped.numpy()), num_rows, 0)
+    num_out = len(weight.codes)
+    form = in_4_bits(weight.codes.shape[2])
+    rows = new_rows(x.float().contiguous(), form)
+    run(integers_of, (rows,), num_rows, 0)
     out = torch.empty(num_rows, num_out)
-    arguments = (out.numpy(), *rows, *arrays(codes, scales, zeros))
-    run(product_kernel(group), arguments, num_out, num_rows * codes.numel())
+    no_biases = np.zeros((1, 0), np.float32)
+    weights = Weights(*(part.unsqueeze(0).numpy() for part in weight if part is not None), no_biases)
+    arguments = (out.numpy(), rows, weights, 0, num_rows)
+    run(form.multiply, arguments, num_out, num_rows * weight.codes.numel())
     return out
 
 
-def arrays(*tensors: Tensor) -> list[np.ndarray]:
-    return [tensor.numpy() for tensor in tensors]
+def form_of(linear: Linear) -> Form | None:
+    """How a quantized layer keeps its weight; None if numba has no kernel for it."""
+    weight = linear.product.keywords["product"].keywords.get("weight")
+    if weight is None:  # oneDNN has it
+        return IN_8_BITS
+    if weight.zeros is not None:
+        return in_4_bits(weight.codes.shape[2])
+    return IN_8_BITS if weight.scales.shape[1] == 1 else None
