@@ -255,7 +255,10 @@ class ModelRunner:
         if self.graphs is not None:
             size = self.graphs.size_for(inputs)
             if size is not None:
-                return self.graphs.run(inputs, size)
+                result = self.graphs.run(inputs, size)
+                if self.threads is not None:
+                    self.threads.finish_alone()
+                return result
         if self.device.type != "cpu":
             inputs = inputs.to(self.device)
         inputs.fill_in_pending()
