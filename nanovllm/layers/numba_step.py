@@ -242,9 +242,11 @@ def step_kernel(
         eps = model.eps
 
         for t in range(*tokens):
-            residual[t] = model.embedding[inputs.ids[t]]
-            added[t] = 0
-            cos_sin[t] = model.rope[inputs.positions[t]]
+            for i in range(residual.shape[1]):
+                residual[t, i] = model.embedding[inputs.ids[t], i]
+                added[t, i] = 0
+            for i in range(head_dim):
+                cos_sin[t, i] = model.rope[inputs.positions[t], i]
         for i in range(len(model.first_norms)):
             add_and_norm_kernel(hidden.x, residual, added, model.first_norms[i], eps, *tokens)
             prepare_qkv(hidden, *tokens)
