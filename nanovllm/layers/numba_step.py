@@ -7,22 +7,23 @@ a kernel's programs, and waits for the others where the next kernel reads their 
 
 import logging
 import os
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor, nn
 
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.numba_int8 import exact_kernel, store_int8_kernel
+from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import (
     ZERO,
     add_and_norm_kernel,
@@ -47,15 +48,16 @@ LOOKS = 2000  # at the clock of another thread, before it may have the processor
 NEVER = 2**62
 
 
-class Inputs(NamedTuple):
-    """T sequences with one token each: see Batch."""
-
-    ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    contexts: np.ndarray
-    cu_blocks: np.ndarray
-    block_tables: np.ndarray
+Inputs = namedtuple("Inputs", "ids positions slots contexts cu_blocks block_tables")  # see Batch
+Model = namedtuple(
+    "Model",
+    "embedding rope first_norms qkv q_norms k_norms out second_norms gate_up down last_norm head "
+    "cache eps scale",
+)
+Memory = namedtuple(
+    "Memory",
+    "residual added cos_sin hidden qkv heads q k v attended flat gate_up middle last logits",
+)
 
 
 class Rows(NamedTuple):
@@ -158,49 +160,10 @@ def multiply(out, rows, weights, layer, num_rows, begin, end):
 
 
 PLAIN = Form(nothing, multiply)
+NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales and zeros
 
 
 # --- the model ---
-
-
-class Model(NamedTuple):
-    """What stays the same from step to step. Norms are [layers, size]."""
-
-    embedding: np.ndarray
-    rope: np.ndarray
-    first_norms: np.ndarray
-    qkv: Weights
-    q_norms: np.ndarray
-    k_norms: np.ndarray
-    out: Weights
-    second_norms: np.ndarray
-    gate_up: Weights
-    down: Weights
-    last_norm: np.ndarray
-    head: Weights
-    cache: np.ndarray
-    eps: np.float32
-    scale: np.float32
-
-
-class Memory(NamedTuple):
-    """The numbers of a step, which the next one overwrites."""
-
-    residual: np.ndarray  # [T, size]
-    added: np.ndarray  # [T, size]: what a layer adds to it
-    cos_sin: np.ndarray  # [T, head_dim]
-    hidden: Rows
-    qkv: np.ndarray  # [T, out]
-    heads: np.ndarray  # the same memory [T, heads of q, k and v, head_dim]
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    attended: np.ndarray  # [T, num_heads, head_dim]
-    flat: Rows  # the same memory
-    gate_up: np.ndarray
-    middle: Rows
-    last: Rows
-    logits: np.ndarray  # [T, vocab_size]
 
 
 class Forms(NamedTuple):
@@ -285,66 +248,59 @@ def step_kernel(
 
 
 class NumbaStep:
-    """A model, bound to its weights and its cache. Its methods are those of StepGraphs.
-
-    It copies the weights of the layers, whose layout is oneDNN's, into rows.
-    """
+    """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
     sizes = (FEW,)  # one function serves all numbers of sequences up to this one
 
     def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms):
-        decoder = model.model
-        layers = decoder.layers
-        attentions = [layer.self_attn for layer in layers]
-        mlps = [layer.mlp for layer in layers]
         self.hooks = [module._forward_hooks for module in model.modules()]
         self.hooks += [module._forward_pre_hooks for module in model.modules()]
+        self.pool: ThreadPoolExecutor | None = None
+        self.process = 0  # whose threads the pool has
+        decoder = model.model
+        attention = decoder.layers[0].self_attn
+        embedding = decoder.embed_tokens.weight
+        weights = partial(weights_of, decoder.layers)
+        norms = partial(norms_of, decoder.layers)
         self.model = Model(
-            embedding=array(decoder.embed_tokens.weight),
+            embedding=array(embedding),
             rope=array(model.rope),
-            first_norms=norms_of([layer.input_layernorm for layer in layers]),
-            qkv=weights_of([attention.qkv_proj for attention in attentions]),
-            q_norms=norms_of([attention.q_norm for attention in attentions]),
-            k_norms=norms_of([attention.k_norm for attention in attentions]),
-            out=weights_of([attention.o_proj for attention in attentions]),
-            second_norms=norms_of([layer.post_attention_layernorm for layer in layers]),
-            gate_up=weights_of([mlp.gate_up_proj for mlp in mlps]),
-            down=weights_of([mlp.down_proj for mlp in mlps]),
+            first_norms=norms("input_layernorm"),
+            qkv=weights("self_attn.qkv_proj"),
+            q_norms=norms("self_attn.q_norm"),
+            k_norms=norms("self_attn.k_norm"),
+            out=weights("self_attn.o_proj"),
+            second_norms=norms("post_attention_layernorm"),
+            gate_up=weights("mlp.gate_up_proj"),
+            down=weights("mlp.down_proj"),
             last_norm=array(decoder.norm.weight),
-            head=weights_of([model.lm_head], decoder.embed_tokens.weight),
+            head=weights_of([model], "lm_head", embedding if has_tied_head(model) else None),
             cache=array(kv_cache.tensor),
             eps=np.float32(decoder.norm.eps),
-            scale=np.float32(attentions[0].scale),
+            scale=np.float32(attention.scale),
         )
-        num_heads, kv_heads, _ = attentions[0].sizes
+        num_heads, kv_heads, _ = attention.sizes
+        head_dim = attention.head_dim
         self.step = step_kernel(
-            attentions[0].head_dim,
+            head_dim,
             num_heads // kv_heads,
-            attentions[0].q_norm is not None,
+            attention.q_norm is not None,
             store_int8_kernel if kv_cache.tensor.dtype == torch.int8 else store_kv_kernel,
             forms,
         )
-        sizes = (num_heads, kv_heads, attentions[0].head_dim)
-        middle = mlps[0].down_proj.weight.shape[1]
-        self._new_memory(decoder.norm.weight, middle, sizes, forms)
-        self.pool: ThreadPoolExecutor | None = None
-        self.process = 0  # whose threads the pool has
-
-    def _new_memory(
-        self, like: Tensor, middle: int, sizes: tuple[int, ...], forms: Forms
-    ) -> None:
-        """Memory for FEW sequences, in the dtype of a norm's weight."""
-        num_heads, kv_heads, head_dim = sizes
-        new = partial(like.new_zeros, FEW)
-        self.last = new(len(like))
-        self.logits = new(self.model.head.codes.shape[1])
+        # the numbers of a step, which the next one overwrites
+        new = partial(decoder.norm.weight.new_zeros, FEW)
+        size = len(decoder.norm.weight)
+        middle = decoder.layers[0].mlp.down_proj.weight.shape[1]
         heads = new(num_heads + 2 * kv_heads, head_dim)
         attended = new(num_heads, head_dim)
+        self.last = new(size)
+        self.logits = new(model.lm_head.weight.shape[0])
         self.memory = Memory(
-            residual=array(new(len(like))),
-            added=array(new(len(like))),
+            residual=array(new(size)),
+            added=array(new(size)),
             cos_sin=array(new(head_dim).float()),
-            hidden=new_rows(new(len(like)), forms.qkv),
+            hidden=new_rows(new(size), forms.qkv),
             qkv=array(heads.flatten(1)),
             heads=array(heads),
             q=array(new(num_heads, head_dim)),
@@ -413,22 +369,12 @@ def bind(model: Any, kv_cache: KVCache) -> NumbaStep | None:
     """A NumbaStep; None if there is none for this model, or if it would copy too much."""
     if type(model) is not DenseModel or numba.config.DISABLE_JIT:
         return None
-    layers = model.model.layers
-    found = {
-        (
-            form_of(layer.self_attn.qkv_proj),
-            form_of(layer.self_attn.o_proj),
-            form_of(layer.mlp.gate_up_proj),
-            form_of(layer.mlp.down_proj),
-            form_of(model.lm_head),
-        )
-        for layer in layers
-    }
+    head = form_of(model.lm_head)
+    found = {(*map(form_of, linears_of(layer)), head) for layer in model.model.layers}
     forms = Forms(*found.pop())
     if found or None in forms or forms.qkv != forms.gate_up:
         return None
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    num_bytes = sum(copied_bytes(linear) for linear in linears)
+    num_bytes = sum(map(row_bytes, linears_of(model.model if has_tied_head(model) else model)))
     copied = f"a second form of the weights takes {num_bytes / 2**20:,.0f} MiB"
     if num_bytes > MOST_COPIED:
         most = f"more than {MOST_COPIED / 2**20:,.0f}"
@@ -438,8 +384,13 @@ def bind(model: Any, kv_cache: KVCache) -> NumbaStep | None:
     return NumbaStep(model, kv_cache, forms)
 
 
+def linears_of(module: nn.Module) -> list[Linear]:
+    """In the order of Forms."""
+    return [one for one in module.modules() if isinstance(one, Linear)]
+
+
 def form_of(linear: Linear) -> Form | None:
-    """How the layer's weight is kept; None if `step` cannot multiply with it."""
+    """How the layer's weight is kept; None if there is no kernel for it."""
     if not linear.weight.is_meta:
         return PLAIN
     from nanovllm.topics.quantization import numba_product  # chapter 21
@@ -447,42 +398,44 @@ def form_of(linear: Linear) -> Form | None:
     return numba_product.form_of(linear)
 
 
-def copied_bytes(linear: Linear) -> int:
+def has_tied_head(model: DenseModel) -> bool:
+    """Whether the head's rows are those of the embedding."""
+    return model.is_tied and form_of(model.lm_head) is PLAIN
+
+
+def row_bytes(linear: Linear) -> int:
     """What the weight takes as rows. One in 4 bits counts as if it had 8."""
     return linear.weight.numel() * (1 if linear.weight.is_meta else linear.weight.itemsize)
 
 
-def weights_of(linears: list[Linear], tied: Tensor | None = None) -> Weights:
-    """The weights of all layers in one array. The head may have those of the embedding."""
-    rows = [rows_of(linear) for linear in linears]
-    if tied is not None and rows[0][0].equal(tied):
-        rows = [(tied, *rows[0][1:])]
-    codes, scales, zeros = (array(stacked(part)) for part in zip(*rows))
+def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = None) -> Weights:
+    """A product's weights in all layers, or the plain weight that the only layer has."""
+    linears = [*map(attrgetter(name), layers)]
+    rows = [rows_of(linear) if plain is None else (plain, *NOTHING) for linear in linears]
     none = torch.zeros(0, dtype=linears[0].weight.dtype)
-    biases = array(stacked([none if one.bias is None else one.bias for one in linears]))
-    return Weights(codes, scales, zeros, biases)
+    biases = [none if linear.bias is None else linear.bias for linear in linears]
+    return Weights(*map(stacked, [*zip(*rows), biases]))
 
 
 def rows_of(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of a weight."""
-    weight = linear.weight
-    if weight.is_meta:
+    if linear.weight.is_meta:
         from nanovllm.topics.quantization.layers import groups_in  # chapter 21
 
         codes, scales, zeros = groups_in(linear)
-        return codes, scales, torch.zeros(0, 0, dtype=torch.uint8) if zeros is None else zeros
-    nothing = torch.zeros(0, 0)
-    return weight.to_dense() if weight.is_mkldnn else weight, nothing, nothing.byte()
+        return codes, scales, NOTHING[1] if zeros is None else zeros
+    return (linear.weight.to_dense() if linear.weight.is_mkldnn else linear.weight), *NOTHING
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
+def norms_of(layers: Sequence[nn.Module], name: str) -> np.ndarray:
+    """The weights of a norm in all layers [layers, size], or [layers, 0]."""
+    norms = map(attrgetter(name), layers)
+    return stacked([torch.zeros(0) if norm is None else norm.weight for norm in norms])
+
+
+def stacked(tensors: Sequence[Tensor]) -> np.ndarray:
     """[layers, ...]. A single one is not copied."""
-    return torch.stack([*tensors]) if len(tensors) > 1 else tensors[0].unsqueeze(0)
-
-
-def norms_of(norms: list[nn.RMSNorm | None]) -> np.ndarray:
-    """The weights of all layers' norms [layers, size], or [layers, 0]."""
-    return array(stacked([torch.zeros(0) if norm is None else norm.weight for norm in norms]))
+    return array(torch.stack([*tensors]) if len(tensors) > 1 else tensors[0].unsqueeze(0))
 
 
 def new_rows(x: Tensor, form: Form) -> Rows:

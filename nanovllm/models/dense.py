@@ -134,6 +134,7 @@ class DenseModel(nn.Module):
         check_supported(config)
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
+        self.is_tied = config.tie_word_embeddings  # the head has the embedding's weight
         self.rope = rope
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)

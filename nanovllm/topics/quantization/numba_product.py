@@ -5,7 +5,6 @@ numba_kernels.py says what a program is. No sum of floats may be reordered here,
 those of groups.plain_product, and of oneDNN, to the last bit.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel
 from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
 from nanovllm.layers.numba_ops import run
-from nanovllm.layers.numba_step import Form, Rows, Weights, new_rows
+from nanovllm.layers.numba_step import Form, Weights, new_rows
 from nanovllm.topics.quantization.groups import Groups, plain_product
 
 FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
@@ -98,7 +97,9 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     run(integers_of, (rows,), num_rows, 0)
     out = torch.empty(num_rows, num_out)
     no_biases = np.zeros((1, 0), np.float32)
-    weights = Weights(*(part.unsqueeze(0).numpy() for part in weight if part is not None), no_biases)
+    weights = Weights(
+        *(part.unsqueeze(0).numpy() for part in weight if part is not None), no_biases
+    )
     arguments = (out.numpy(), rows, weights, 0, num_rows)
     run(form.multiply, arguments, num_out, num_rows * weight.codes.numel())
     return out
