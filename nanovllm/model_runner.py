@@ -77,7 +77,7 @@ class ModelRunner:
             shape = choose_shape(config, shape)
         self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
-        self.graphs: StepGraphs | None = None
+        self.graphs: Any = None  # StepGraphs, or a NumbaStep
         self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
         self.host_cache: Any = None  # a HostCache, with host blocks
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
@@ -87,9 +87,8 @@ class ModelRunner:
             if is_cuda or self.ops.IS_COMPILED:
                 self.warm_up()
             self.graphs = self._new_graphs() if self.has_graphs else None
-            if self.graphs is not None:
-                for size in reversed(self.graphs.sizes):
-                    self.graphs.record(size)
+            for size in reversed(self.graphs.sizes if self.graphs else ()):
+                self.graphs.record(size)
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
                 from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
 
@@ -142,10 +141,10 @@ class ModelRunner:
         logger.info("KV cache: %s", size)
 
     def _new_graphs(self) -> Any:
-        if self.ops.__name__.endswith("numba_ops"):
-            from nanovllm.layers.numba_step import bind  # chapter 11
+        if vars(self.ops)["__name__"].endswith("numba_ops"):
+            from nanovllm.device.numba_graphs import bind
 
-            return bind(self.model, self.kv_cache)
+            return bind(self.model, self.kv_cache, self.threads)
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
@@ -161,8 +160,7 @@ class ModelRunner:
         log-probabilities if a request wants them.
         """
         with self.on_device(schedule.num_tokens):
-            inputs = self.prepare(schedule)
-            hidden, inputs = self.forward(inputs)
+            hidden, inputs = self.forward(self.prepare(schedule))
             return self.sample(hidden, inputs, schedule)
 
     def close(self) -> None:
@@ -255,10 +253,7 @@ class ModelRunner:
         if self.graphs is not None:
             size = self.graphs.size_for(inputs)
             if size is not None:
-                result = self.graphs.run(inputs, size)
-                if self.threads is not None:
-                    self.threads.finish_alone()
-                return result
+                return self.graphs.run(inputs, size)
         if self.device.type != "cpu":
             inputs = inputs.to(self.device)
         inputs.fill_in_pending()
@@ -286,7 +281,7 @@ class ModelRunner:
             if inputs.logits is None:
                 logits = self.model.lm_head(hidden[: len(seqs)])
             else:
-                logits = inputs.logits[inputs.sampled_rows]
+                logits = inputs.logits[: len(seqs)]
             if inputs.sampling is None:
                 # the first of equal logits, like argmax, which is four times as slow on a CPU
                 highest, token_ids = logits.max(-1)

@@ -1,6 +1,6 @@
 """The decode of few sequences in one call, against the same step layer by layer.
 
-Run: pytest tests/core/test_numba_step.py [-k interrupt]
+Run: pytest tests/core/test_numba_graphs.py [-k interrupt]
 """
 
 import logging
@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers import numba_ops
 from nanovllm.topics.checks.kernels import hidden_states, step_of
 
-numba_step = pytest.importorskip("nanovllm.layers.numba_step")
+numba_graphs = pytest.importorskip("nanovllm.device.numba_graphs")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FORMS = [
@@ -34,7 +34,7 @@ def new_llm(path: str | None = None, **options) -> LLM:
 
 
 def on_threads(monkeypatch, num_threads: int) -> None:
-    monkeypatch.setattr(numba_step, "SMALL", 0)
+    monkeypatch.setattr(numba_graphs, "SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
 
@@ -46,7 +46,7 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
     sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=24)
     llm = new_llm(save(new_model(family, **sizes), tmp_path), **options)
     runner = llm.runner
-    assert isinstance(runner.graphs, numba_step.NumbaStep)
+    assert isinstance(runner.graphs, numba_graphs.NumbaStep)
     on_threads(monkeypatch, num_threads)
     cache = runner.kv_cache
     numbers = cache.restored(cache.tensor, torch.float32).normal_()
@@ -57,7 +57,10 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
             expected = hidden_states(runner, step, numba_ops)
             logits = runner.model.lm_head(expected)
             written = cache.tensor.clone()
-            hidden, step = runner.forward(step_of(runner, 17, [1] * num_seqs))
+            step = step_of(runner, 17, [1] * num_seqs)
+            step.sampled_rows = torch.arange(num_seqs)
+            hidden, step = runner.forward(step)
+            hidden = hidden.clone()
             assert step.logits is not None
             is_exact = "quantization" in options
             close = 0 if is_exact else 3e-2 if runner.dtype == torch.bfloat16 else 4e-3
@@ -104,7 +107,7 @@ def test_an_interrupt_before_the_call_lets_the_other_threads_end(monkeypatch):
 def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     llm = new_llm()
     on_threads(monkeypatch, 2)
-    record = numba_step.NumbaStep.record
+    record = numba_graphs.NumbaStep.record
     record(llm.runner.graphs, 1)
     child = os.fork()
     if child == 0:
@@ -127,7 +130,7 @@ def test_a_hook_on_a_layer_is_called():
 
 
 def test_large_weights_have_no_second_form(monkeypatch, caplog):
-    monkeypatch.setattr(numba_step, "MOST_COPIED", 2**20)
+    monkeypatch.setattr(numba_graphs, "MOST_COPIED", 2**20)
     with caplog.at_level(logging.INFO):
         llm = new_llm()
     assert llm.runner.graphs is None

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel
 from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
 from nanovllm.layers.numba_ops import run
@@ -58,6 +57,9 @@ def in_4_bits(GROUP: int) -> Form:
         num_groups = scales.shape[1]
         for o in range(begin, end):
             for t in range(num_rows):
+                integers = rows.integers[t]
+                row_scales = rows.scales[t]
+                sums = rows.sums[t]
                 total = ZERO
                 for first in range(0, num_groups, 2):
                     low = high = np.int32(0)
@@ -66,15 +68,15 @@ def in_4_bits(GROUP: int) -> Form:
                         code = codes[o, first // 2, i]
                         low_code = np.int16(np.int16(code) & np.int16(15))
                         high_code = np.int16(code >> np.uint8(4))
-                        low += np.int32(rows.integers[t, first, i]) * np.int32(low_code)
-                        high += np.int32(rows.integers[t, first + 1, i]) * np.int32(high_code)
-                    low -= zeros[o, first] * rows.sums[t, first]
-                    scale = rows.scales[t, first] * scales[o, first]
+                        low += np.int32(integers[first, i]) * np.int32(low_code)
+                        high += np.int32(integers[first + 1, i]) * np.int32(high_code)
+                    low -= zeros[o, first] * sums[first]
+                    scale = row_scales[first] * scales[o, first]
                     total += np.float32(np.int32(low)) * scale
                     second = first + 1
                     if second < num_groups:
-                        high -= zeros[o, second] * rows.sums[t, second]
-                        scale = rows.scales[t, second] * scales[o, second]
+                        high -= zeros[o, second] * sums[second]
+                        scale = row_scales[second] * scales[o, second]
                         total += np.float32(np.int32(high)) * scale
                 if len(biases):
                     total += as_float32(biases[o])
@@ -96,20 +98,21 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     rows = new_rows(x.float().contiguous(), form)
     run(integers_of, (rows,), num_rows, 0)
     out = torch.empty(num_rows, num_out)
-    no_biases = np.zeros((1, 0), np.float32)
+    codes, scales, zeros = weight
+    assert zeros is not None, "a weight in 4 bits has zeros"
     weights = Weights(
-        *(part.unsqueeze(0).numpy() for part in weight if part is not None), no_biases
+        codes=codes.unsqueeze(0).numpy(),
+        scales=scales.unsqueeze(0).numpy(),
+        zeros=zeros.unsqueeze(0).numpy(),
+        biases=np.zeros((1, 0), np.float32),
     )
     arguments = (out.numpy(), rows, weights, 0, num_rows)
     run(form.multiply, arguments, num_out, num_rows * weight.codes.numel())
     return out
 
 
-def form_of(linear: Linear) -> Form | None:
-    """How a quantized layer keeps its weight; None if numba has no kernel for it."""
-    weight = linear.product.keywords["product"].keywords.get("weight")
-    if weight is None:  # oneDNN has it
-        return IN_8_BITS
+def form_of(weight: Groups) -> Form | None:
+    """How a step in one call multiplies with the weight; None if it cannot."""
     if weight.zeros is not None:
         return in_4_bits(weight.codes.shape[2])
     return IN_8_BITS if weight.scales.shape[1] == 1 else None
