@@ -49,7 +49,15 @@ def in_4_bits(GROUP: int) -> Form:
     `begin` to `end`."""
 
     @exact_kernel
-    def multiply_4_bits(out, rows, weights, layer, num_rows, begin, end):
+    def multiply_4_bits(
+        out,  # [T, out]
+        rows,
+        weights,
+        layer,
+        num_rows,  # T
+        begin,
+        end,
+    ):
         codes = weights.codes[layer]
         scales = weights.scales[layer]
         zeros = weights.zeros[layer]
