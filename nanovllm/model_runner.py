@@ -81,7 +81,7 @@ class ModelRunner:
             shape = choose_shape(config, shape)
         self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
-        self.graphs: StepGraphs | None = None
+        self.graphs: Any = None  # StepGraphs, or a NumbaStep
         self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
         self.host_cache: Any = None  # a HostCache, with host blocks
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
@@ -90,10 +90,9 @@ class ModelRunner:
             self._allocate()
             if is_cuda or self.ops.IS_COMPILED:
                 self.warm_up()
-            if self.has_graphs:
-                self.graphs = self._new_graphs()
-                for size in reversed(self.graphs.sizes):
-                    self.graphs.record(size)
+            self.graphs = self._new_graphs() if self.has_graphs else None
+            for size in reversed(self.graphs.sizes if self.graphs else ()):
+                self.graphs.record(size)
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
                 from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
 
@@ -152,7 +151,11 @@ class ModelRunner:
             size += f", {self._state_bytes / 2**30:.1f} GiB"
         logger.info("KV cache: %s", size)
 
-    def _new_graphs(self) -> StepGraphs:
+    def _new_graphs(self) -> Any:
+        if vars(self.ops)["__name__"].endswith("numba_ops"):
+            from nanovllm.device.numba_graphs import bind
+
+            return bind(self.model, self.kv_cache, self.threads)
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
@@ -168,8 +171,7 @@ class ModelRunner:
         log-probabilities if a request wants them.
         """
         with self.on_device(schedule.num_tokens):
-            inputs = self.prepare(schedule)
-            hidden, inputs = self.forward(inputs)
+            hidden, inputs = self.forward(self.prepare(schedule))
             return self.sample(hidden, inputs, schedule)
 
     def close(self) -> None:
@@ -293,7 +295,10 @@ class ModelRunner:
         results: list[Tensor] = []
         wanted = [seq.request.num_logprobs for seq in seqs]
         if seqs:
-            logits = self.model.lm_head(hidden[: len(seqs)])
+            if inputs.logits is None:
+                logits = self.model.lm_head(hidden[: len(seqs)])
+            else:
+                logits = inputs.logits[: len(seqs)]
             if inputs.sampling is None:
                 # the first of equal logits, like argmax, which is four times as slow on a CPU
                 highest, token_ids = logits.max(-1)

@@ -146,6 +146,7 @@ class DenseModel(nn.Module):
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
         self.num_kv_layers = config.num_hidden_layers
+        self.is_tied = config.tie_word_embeddings  # the head has the embedding's weight
         self.rope = rope
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)

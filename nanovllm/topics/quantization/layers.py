@@ -72,6 +72,13 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         use_onednn(linear)
     else:
         linear.product = partial(multiply, product=product_for(weight, backend))
+        if backend.endswith("numba_ops"):
+            from nanovllm.topics.quantization import numba_product
+
+            held = linear.product.keywords["product"].keywords
+            # for device/numba_graphs.py
+            linear.form = numba_product.form_of(weight)  # type: ignore[assignment]
+            linear.groups = partial(groups_in, **held)  # type: ignore[assignment]
         # the product holds it; of the parameter, the shape is left
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
         trim()
@@ -105,3 +112,11 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Ten
     if bias is not None:
         result += bias
     return result.to(x.dtype)
+
+
+def groups_in(weight: Groups | None = None, **parts: Tensor) -> Groups:
+    """The weight that a product holds: a copy, if oneDNN has it in a layout of its own."""
+    if weight is not None:
+        return weight
+    codes = parts["packed"].to_dense().T.contiguous()
+    return Groups(codes.unsqueeze(1), parts["scales"].unsqueeze(1), None)
