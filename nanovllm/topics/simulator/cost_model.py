@@ -34,6 +34,7 @@ SHAPES = {  # of real models
         ("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, False, 151936, 40960),
         ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, False, 151936, 40960),
         ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, False, 152064, 32768),
+        ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, True, 49152, 8192),
     )
 }
 
@@ -165,7 +166,7 @@ LINKS = {
 
 
 def shape_of(config, itemsize: int) -> Shape:
-    """The shape of a Qwen2 or Qwen3 model from its Hugging Face config, a dict or an object;
+    """The shape of a Qwen or Llama model from its Hugging Face config, a dict or an object;
     `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
     hidden = config["hidden_size"]
@@ -175,7 +176,7 @@ def shape_of(config, itemsize: int) -> Shape:
     layers = config["num_hidden_layers"]
     qkv = (heads + 2 * kv_heads) * head_dim
     attention = hidden * qkv + heads * head_dim * hidden
-    attention += 2 * head_dim if config["model_type"] == "qwen3" else qkv  # norms, or biases
+    attention += {"qwen3": 2 * head_dim, "qwen2": qkv}.get(config["model_type"], 0)  # norms; biases
     mlp = 3 * hidden * config["intermediate_size"]
     norms = 2 * hidden
     return Shape(
