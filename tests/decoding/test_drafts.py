@@ -202,6 +202,17 @@ def test_blocks_that_samples_will_need_at_their_fork_are_left_alone():
         scheduler.update(schedule, *runner.run(schedule))
 
 
+def test_a_chunk_gets_no_drafts_if_more_of_the_prompt_is_missing():
+    class SlowPrompts(Scheduler):
+        def step_budget(self):
+            return self.max_num_batched_tokens, 3
+
+    scheduler, runner = new_scheduler(tokens=20, cls=SlowPrompts), FakeRunner(4, vocab_size=3)
+    scheduler.proposer = Zeros(6)
+    scheduler.add(new_request(0, 5))
+    assert step(scheduler, runner) == [("0", 3)]
+
+
 def test_beams_and_scored_prompts_get_no_drafts():
     plain, forks, beams = new_request(0, 3), new_request(1, 3, n=2), with_beams(new_request(2, 3))
     scored = Request("3", None, [1, 2, 3], SamplingParams(prompt_logprobs=0))
