@@ -162,7 +162,7 @@ def slowly(function):
 
 
 HOST = ["scheduler.schedule", "runner.prepare", "scheduler.update"]
-MODEL = ["runner.model.forward", "runner.model.lm_head.forward", "runner.ops.sample"]
+MODEL = ["runner.forward", "runner.ops.sample"]
 
 
 @pytest.mark.parametrize("name", [*HOST, *MODEL])
