@@ -112,7 +112,7 @@ class Config(Options):
     """Seconds after which a rank that gives no sign of life is given up."""
 
     enforce_eager: bool = False
-    """Launch every kernel of a decode step from Python instead of replaying a CUDA graph."""
+    """Start every kernel of a decode from Python: no CUDA graph and, on a CPU, no single call."""
 
     overlap: bool | None = None
     """Whether to launch a step before the tokens of the step before it are read, so that the device
