@@ -18,7 +18,7 @@ from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
-from nanovllm.models.dense import DenseModel, check_supported, check_type, head_dim_of
+from nanovllm.models.dense import MODEL_TYPES, DenseModel, head_dim_of
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -82,12 +82,16 @@ def load_config(path: Path):
     file = path / "config.json"
     stored = read_json(file)
     with reading(file):
-        check_type(stored.get("model_type"))  # before transformers asks whether to run its code
+        # before transformers asks whether to run its code
+        if stored.get("model_type") not in MODEL_TYPES:
+            from nanovllm.topics.checks.families import refusal_of  # chapter 05
+
+            raise refusal_of(stored, MODEL_TYPES)
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_supported(config)
+        model_class(config).check(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
@@ -99,6 +103,15 @@ def load_config(path: Path):
         # raises if the rope settings are invalid
         rope_table(config, head_dim_of(config), max_model_len=1)
     return config
+
+
+def model_class(config) -> type[DenseModel]:
+    """The model of a family. A dense model imports no other one."""
+    if config.model_type == "qwen3_moe":
+        from nanovllm.models.experts import ExpertsModel
+
+        return ExpertsModel
+    return DenseModel
 
 
 def is_quantized(config) -> bool:
@@ -180,6 +193,7 @@ def load_model(
     unexpected = []
     for file in files:
         with reader.tensors_of(file) as tensors:
+            tensors = model.view(tensors)
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     module, kind, rows = missing.pop(name)
@@ -225,7 +239,7 @@ def new_model(
     """
     rope = rope_table(config, head_dim_of(config), max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = DenseModel(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+        model = model_class(config)(config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight

@@ -13,6 +13,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SHAPE = dict(
@@ -28,15 +30,23 @@ SHAPE = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+EXPERTS = dict(
+    head_dim=16,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+    norm_topk_prob=True,
+)
 
 
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
-    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
+    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
     settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
     }[family]
