@@ -1,0 +1,60 @@
+"""Grouped products with quantized matrices of experts: see layers/experts.py."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from nanovllm.layers.experts import Pairs, each_expert
+from nanovllm.topics.quantization.groups import Groups
+
+Product = Callable[[Tensor, Tensor, Pairs], Tensor]
+
+
+def product_for(weight: Groups, num_experts: int, backend: str, product_of: Callable) -> Product:
+    """The grouped product with a weight that has the matrices of all experts, one below the other.
+    `product_of` returns the function that multiplies with one matrix."""
+    size = len(weight.scales) // num_experts
+    products = []
+    for first in range(0, len(weight.scales), size):
+        matrix = rows_of(weight, slice(first, first + size))
+        products.append(product_of(matrix, backend))
+    plain = partial(one_by_one, products=products)
+    if weight.zeros is None or not backend.endswith("numba_ops"):
+        return plain
+    return partial(few_pairs, weight=weight, num_out=size, otherwise=plain)
+
+
+def rows_of(weight: Groups, rows: slice) -> Groups:
+    zeros = None if weight.zeros is None else weight.zeros[rows]
+    return Groups(weight.codes[rows], weight.scales[rows], zeros)
+
+
+def one_by_one(x: Tensor, _: Tensor, pairs: Pairs, products: list) -> Tensor:
+    """Takes the place of experts.product. The matrices are in `products`."""
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        return products[expert](rows)
+
+    result = each_expert(x, pairs, len(products), multiply)
+    return result.to(x.dtype)
+
+
+def few_pairs(
+    x: Tensor,
+    _: Tensor,
+    pairs: Pairs,
+    weight: Groups,
+    num_out: int,
+    otherwise: Product,
+) -> Tensor:
+    """With 4 bits, on a CPU: one kernel for all experts, if there are few pairs."""
+    from nanovllm.layers.numba_experts import FEW_PAIRS
+    from nanovllm.topics.quantization.numba_product import product_of_rows
+
+    if len(pairs.rows) > FEW_PAIRS:
+        return otherwise(x, _, pairs)
+    rows = pairs.rows.numpy()
+    firsts = pairs.experts.numpy() * num_out
+    result = product_of_rows(x, weight, rows, firsts, num_out)
+    return result.to(x.dtype)
