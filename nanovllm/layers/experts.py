@@ -47,6 +47,10 @@ def choose_product(backend: str) -> Callable[[Tensor, Tensor, Pairs], Tensor]:
         from nanovllm.layers import numba_experts
 
         return numba_experts.product
+    if backend.endswith("triton_ops"):
+        from nanovllm.layers import triton_experts
+
+        return triton_experts.product
     return product
 
 

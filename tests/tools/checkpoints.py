@@ -17,6 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nanovllm.topics.quantization.groups import Groups, packed
+
 SHAPE = dict(
     vocab_size=160,
     hidden_size=48,
@@ -78,3 +80,12 @@ def greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
         do_sample=False,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def random_groups(num_out, num_groups, group, bits=4) -> Groups:
+    """A weight of random codes."""
+    codes = torch.randint(0, 16, (num_out, num_groups, group))
+    scales = torch.rand(num_out, num_groups)
+    if bits == 8:
+        return Groups((codes * 17 - 128).to(torch.int8), scales, None)
+    return Groups(packed(codes), scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))

@@ -14,6 +14,10 @@ Product = Callable[[Tensor, Tensor, Pairs], Tensor]
 def product_for(weight: Groups, num_experts: int, backend: str, product_of: Callable) -> Product:
     """The grouped product with a weight that has the matrices of all experts, one below the other.
     `product_of` returns the function that multiplies with one matrix."""
+    if backend.endswith("triton_ops"):
+        from nanovllm.topics.quantization import triton_experts
+
+        return partial(triton_experts.product, weight=weight, num_experts=num_experts)
     size = len(weight.scales) // num_experts
     products = []
     for first in range(0, len(weight.scales), size):
