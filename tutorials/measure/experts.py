@@ -28,7 +28,7 @@ from tutorials.machine import device_name, environment, seconds_of
 
 SHAPE = SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 12}
 CPU = torch.device("cpu")
-REQUESTS = (1, 4, 16)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 12  # decodes that are timed
 PROMPT = 8  # tokens
 
@@ -86,17 +86,6 @@ class Choices:
         """Experts that a step hits in a layer, on average."""
         return sum(len(chosen.unique()) for chosen in self.found) / len(self.found)
 
-    def union(self, count: int, layers: int) -> float:
-        """The same for `count` tokens of different steps."""
-        rng = random.Random(count)
-        hits = []
-        for layer in range(layers):
-            tokens = torch.cat(self.found[layer::layers])
-            for _ in range(20):
-                rows = rng.sample(range(len(tokens)), count)
-                hits.append(len(tokens[rows].unique()))
-        return sum(hits) / len(hits)
-
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -121,7 +110,7 @@ def measure(num_layers: int) -> dict:
     begin = time.perf_counter()
     with TemporaryDirectory() as folder, mock.patch.object(model_runner, "load_model", made_up):
         config.save_pretrained(folder)
-        llm = LLM(folder, dtype="float32", quantization="int4", num_blocks=64, max_model_len=64)
+        llm = LLM(folder, dtype="float32", quantization="int4", num_blocks=140, max_model_len=64)
     model = llm.runner.model
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     of_experts = sum(bytes_of(one) for one in linears if isinstance(one, Stack))
@@ -170,9 +159,6 @@ def measure(num_layers: int) -> dict:
             "floor_ms": round(1e3 * floor, 1),
             "floor_share": round(floor / median(steps), 3),
         }
-    counts = [2**i for i in range(8)]
-    result["hit"] = {n: round(choices.union(n, num_layers), 1) for n in counts}
-    result["hit_if_uniform"] = {n: round(shape.hit(n), 1) for n in counts}
     return result | environment() | {"device": device_name(CPU)}
 
 

@@ -52,11 +52,11 @@ def few_pairs(
     num_out: int,
     otherwise: Product,
 ) -> Tensor:
-    """With 4 bits, on a CPU: one kernel for all experts, if there are few pairs."""
-    from nanovllm.layers.numba_experts import FEW_PAIRS
-    from nanovllm.topics.quantization.numba_product import product_of_rows
+    """With 4 bits, on a CPU: one kernel for all experts, if there are few pairs of each."""
+    from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_rows
 
-    if len(pairs.rows) > FEW_PAIRS:
+    num_experts = len(weight.scales) // num_out
+    if len(pairs.rows) > FEW_ROWS * num_experts:
         return otherwise(x, _, pairs)
     rows = pairs.rows.numpy()
     firsts = pairs.experts.numpy() * num_out
