@@ -94,7 +94,7 @@ def random_pairs(num_rows: int, num_experts: int, top: int, seed: int = 0) -> Pa
     return Pairs(order // top, experts)
 
 
-SHAPES = [(1, 8, 3), (9, 5, 5), (40, 16, 4), (40, 3, 2), (3, 1, 1), (70, 128, 8)]
+SHAPES = [(1, 8, 3), (3, 1, 1), (40, 3, 2), (9, 5, 5), (70, 128, 8), (40, 16, 4)]
 
 
 def exact_product(x, matrices, pairs: Pairs):
