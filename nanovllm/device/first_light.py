@@ -21,13 +21,7 @@ from timeit import repeat
 from typing import Any, NamedTuple
 
 SECONDS = 120.0  # that a part may take
-SMALL = dict(
-    hidden_size=64,
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    num_hidden_layers=1,
-    vocab_size=512,
-)
+SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
 # of each family, a model and what is changed in it: an eighth of a model with experts is 10 GB
 OF_FAMILY: dict[str, tuple[str, dict]] = {
     "dense": ("qwen3-0.6b", {}),
@@ -93,14 +87,15 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, device)
         llm = LLM(folder, **options)
+    costs = shape_of(shape, llm.runner.dtype.itemsize)
     room = llm.runner.num_blocks * llm.runner.shape.block_size // 640  # requests
     batches = [1, 2] if is_small else [batch for batch in (1, 16, 128) if batch <= room]
     for batch in batches:
         run_only(llm, batch, 8 if is_small else 256)
-        costs = shape_of(shape, llm.runner.shape.dtype.itemsize)
-        not_hit = (costs.experts - costs.hit(batch)) * costs.expert * costs.itemsize
+        not_hit = (costs.experts - costs.hit(batch)) * costs.expert
+        not_read = round(not_hit) * costs.itemsize
         count = 4 if is_small else 40
-        facts[f"{batch} sequences"] = speed_of(llm, batch, copied, count, round(not_hit))
+        facts[f"{batch} sequences"] = speed_of(llm, batch, copied, count, not_read)
     # after all times: steps may be slower once there was a profiler
     for batch in reversed(batches):
         run_only(llm, batch, 0)
@@ -116,7 +111,8 @@ def speed_of(llm: Any, batch: int, copied: float, count: int, not_read: int = 0)
     weights, but those of experts that are most likely not hit."""
     alone, _ = median_step(llm, count, overlap=False)
     seconds, num_tokens = median_step(llm, count, overlap=True)
-    num_bytes = sum(weight.nbytes for weight in llm.runner.model.parameters()) - not_read
+    weights = llm.runner.model.parameters()
+    num_bytes = sum(weight.nbytes for weight in weights) - not_read
     num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
     return {
         "tokens_per_second": round(batch / seconds),

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.ops import Ops
 
 
 class Pairs(NamedTuple):
@@ -27,13 +26,15 @@ class Stack(Linear):
     """A matrix of each expert, one below the other: `parts` maps the names of its tensors to their
     numbers of rows, the same in each expert. `product` is a grouped product: see each_expert."""
 
-    def __init__(self, in_features: int, parts: dict[str, int], num_experts: int, ops: Ops):
+    def __init__(
+        self, in_features: int, parts: dict[str, int], num_experts: int, product: Callable
+    ):
         of_all: dict[str, int] = {}
         for expert in range(num_experts):
             of_all |= {f"{expert}.{name}": size for name, size in parts.items()}
         super().__init__(in_features, of_all)
         self.num_experts = num_experts
-        self.product = choose_product(ops.__name__)  # type: ignore[attr-defined]
+        self.product = product
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:  # type: ignore[override]
         """x [T, in] -> [P, out]: for each pair, its row times the matrix of its expert."""
@@ -41,20 +42,9 @@ class Stack(Linear):
         return self.product(x, matrices, pairs)
 
 
-def choose_product(backend: str) -> Callable[[Tensor, Tensor, Pairs], Tensor]:
-    """The grouped product of a backend: x [T, in], matrices [E, out, in] and pairs -> [P, out]."""
-    if backend.endswith("numba_ops"):
-        from nanovllm.layers import numba_experts
-
-        return numba_experts.product
-    if backend.endswith("triton_ops"):
-        from nanovllm.layers import triton_experts
-
-        return triton_experts.product
-    return product
-
-
 def product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+    """x [T, in], matrices [E, out, in] -> [P, out], in PyTorch."""
+
     def multiply(rows: Tensor, expert: int) -> Tensor:
         return F.linear(rows, matrices[expert])
 

@@ -1,5 +1,5 @@
-"""The grouped product of layers/experts.py in Triton: one launch for all experts, whose shape does not
-depend on what a router chooses."""
+"""The grouped product of layers/experts.py in Triton: one launch for all experts. Its shape does
+not depend on what a router chooses."""
 
 import torch
 import triton
@@ -88,17 +88,7 @@ def product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     most = FEW_NUMBERS if is_old or x.dtype == torch.float32 else NUMBERS
     out = x.new_empty(len(pairs.rows), num_out)
     grouped_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
-        out,
-        x,
-        matrices,
-        pairs.rows,
-        starts,
-        num_out,
-        num_in,
-        num_experts,
-        triton.next_power_of_2(num_experts),
-        PAIRS,
-        OUT,
-        most,
-    )
+        out, x, matrices, pairs.rows, starts, num_out, num_in, num_experts,
+        triton.next_power_of_2(num_experts), PAIRS, OUT, most,
+    )  # fmt: skip
     return out

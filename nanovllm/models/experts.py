@@ -4,33 +4,29 @@ A router chooses the experts of a token. The pairs of a token and an expert are 
 see layers/experts.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.layers import experts
 from nanovllm.layers.experts import Pairs, Stack
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import DenseModel, check_supported
-from nanovllm.options import is_int, shown
 
 
 def check_experts(config) -> None:
     """Raises ValueError for a config that check_supported refuses, or whose experts make no
     sense."""
     check_supported(config)
-    count = config.num_experts
     names = ("num_experts", "moe_intermediate_size", "decoder_sparse_step", "num_experts_per_tok")
     for name in names:
-        most = count if name == "num_experts_per_tok" else 2**31
+        most = config.num_experts if name == "num_experts_per_tok" else 2**31
         value = getattr(config, name)
-        if not is_int(value, 1, most):
-            raise ValueError(f"{name}={shown(value)} is not an integer from 1 to {most}")
-    layers = config.mlp_only_layers
-    is_list = isinstance(layers, list)
-    if not is_list or not all(is_int(layer, 0) for layer in layers):
-        raise ValueError(f"mlp_only_layers={shown(layers)} is not a list of layers")
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{name}={value!r} is not an integer from 1 to {most}")
 
 
 def has_experts(config, layer: int) -> bool:
@@ -56,12 +52,12 @@ class Router(Linear):
         [T, top]. Of experts with equal logits, the first ones are chosen."""
         logits = super().forward(x)
         weights = logits.float().softmax(-1)
-        weights, experts = weights.sort(dim=-1, descending=True, stable=True)
+        weights, chosen = weights.sort(dim=-1, descending=True, stable=True)
         weights = weights[:, : self.top]
-        experts = experts[:, : self.top]
+        chosen = chosen[:, : self.top]
         if self.is_normalized:
             weights = weights / weights.sum(-1, True)
-        return weights, experts
+        return weights, chosen
 
 
 class Experts(nn.Module):
@@ -74,16 +70,17 @@ class Experts(nn.Module):
         hidden = config.hidden_size
         size = config.moe_intermediate_size
         count = config.num_experts
-        self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, ops)
-        self.down_proj = Stack(size, {"down_proj": hidden}, count, ops)
+        product = choose_product(ops.__name__)  # type: ignore[attr-defined]
+        self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, product)
+        self.down_proj = Stack(size, {"down_proj": hidden}, count, product)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and chosen experts [T, top] -> [T, hidden_size]."""
-        experts, order = chosen.flatten().sort(stable=True)
-        of_tokens = Pairs(order // chosen.shape[1], experts)
+        sorted_experts, order = chosen.flatten().sort(stable=True)
+        of_tokens = Pairs(order // chosen.shape[1], sorted_experts)
         gate_up = self.gate_up_proj(x, of_tokens)
         middle = self.ops.silu_and_mul(gate_up)
-        of_pairs = Pairs(torch.arange(len(order), device=x.device), experts)
+        of_pairs = Pairs(torch.arange(len(order), device=x.device), sorted_experts)
         y = self.down_proj(middle, of_pairs)
         # back in the order of tokens, so that a token's sum does not depend on the other tokens
         y = torch.empty_like(y).index_copy_(0, order, y)
@@ -118,9 +115,10 @@ class OneByOne:
         self.places: dict[str, tuple] = {}  # by the name of a matrix
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             prefix, _, kind = name.rpartition(".")
-            shape = []
+            shape: list[int] = []
             if prefix.endswith(".experts"):
-                shape = tensors.get_slice(name).get_shape()
+                stored = tensors.get_slice(name)
+                shape = [*stored.shape] if isinstance(stored, Tensor) else stored.get_shape()
             if len(shape) != 3:
                 self.places[name] = name, ...
                 continue
@@ -143,11 +141,7 @@ class OneByOne:
     def get_slice(self, name: str) -> Any:
         """A tensor of which a rank reads a part."""
         stored, place = self.places[name]
-        if place is ...:
-            return self.tensors.get_slice(stored)
-        from nanovllm.topics.quantization.checkpoints import Whole  # chapter 21
-
-        return Whole(self.get_tensor(name))
+        return self.tensors.get_slice(stored) if place is ... else self.get_tensor(name)
 
 
 class ExpertsModel(DenseModel):
@@ -161,3 +155,16 @@ class ExpertsModel(DenseModel):
         for i, layer in enumerate(self.model.layers):
             if has_experts(config, i):
                 layer.mlp = SparseMLP(config, ops)  # on the meta device: the MLP had no memory
+
+
+def choose_product(backend: str) -> Callable:
+    """The grouped product of a backend: x [T, in], matrices [E, out, in] and pairs -> [P, out]."""
+    if backend.endswith("numba_ops"):
+        from nanovllm.layers import numba_experts
+
+        return numba_experts.product
+    if backend.endswith("triton_ops"):
+        from nanovllm.layers import triton_experts
+
+        return triton_experts.product
+    return experts.product

@@ -68,10 +68,8 @@ def test_experts_are_near_the_plain_ones(experts, form, most):
     check_near(first_logprobs(LLM(experts, **options)), first_logprobs(llm), most)
     mlp = llm.runner.model.model.layers[0].mlp
     assert mlp.experts.gate_up_proj.weight.is_meta and not mlp.gate.weight.is_meta
-    for length in (3, 16, 17):
-        x = torch.randn(length, 64)
-        alone = torch.cat([mlp(row) for row in x.split(1)])
-        assert torch.equal(mlp(x), alone) or torch.allclose(mlp(x), alone, atol=1e-5)
+    x = torch.randn(17, 64)
+    torch.testing.assert_close(mlp(x), torch.cat([mlp(row) for row in x.split(1)]))
     with Threads(experts, 2, quantization=form, **options) as split:
         check_near(
             first_logprobs(LLM(experts, quantization=form, **options)), first_logprobs(split), most

@@ -9,7 +9,6 @@ PARTS = {  # fields of config.json, and what they stand for
     "num_experts": "experts",
     "num_local_experts": "experts",
     "n_routed_experts": "experts",
-    "quantization": "quantization by MLX",
 }
 LAYERS = {"full_attention", "dense"}
 

@@ -86,7 +86,7 @@ class Shard:
         """This rank's part of a tensor in a safetensors file. It reads nothing else."""
         *_, layer, kind = name.split(".")
         whole = tensors.get_slice(name)
-        shape = whole.get_shape()
+        shape = [*whole.shape] if isinstance(whole, Tensor) else whole.get_shape()
         if layer in self.rows:
             part = self.part_of(self.rows, name)
             part.check(name, shape[0])
@@ -96,7 +96,9 @@ class Shard:
         if layer in self.columns and kind != "bias":
             part = self.part_of(self.columns, name)
             # of a group, whose scale is a column: whole groups have no padding
-            size = 1 if kind == "weight" else max(1, part.length // shape[-1])
+            size = 1
+            if kind != "weight":
+                size = max(1, part.length // shape[-1])
             part.check(name, shape[-1] * size)
             part.check_groups(name, size)
             begin = part.begin // size

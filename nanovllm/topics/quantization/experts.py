@@ -24,13 +24,15 @@ def product_for(weight: Groups, num_experts: int, backend: str, product_of: Call
         matrix = rows_of(weight, slice(first, first + size))
         products.append(product_of(matrix, backend))
     plain = partial(one_by_one, products=products)
-    if weight.zeros is None or not backend.endswith("numba_ops"):
-        return plain
-    return partial(few_pairs, weight=weight, num_out=size, otherwise=plain)
+    if weight.zeros is not None and backend.endswith("numba_ops"):
+        return partial(few_pairs, weight=weight, num_out=size, otherwise=plain)
+    return plain
 
 
 def rows_of(weight: Groups, rows: slice) -> Groups:
-    zeros = None if weight.zeros is None else weight.zeros[rows]
+    zeros = weight.zeros
+    if zeros is not None:
+        zeros = zeros[rows]
     return Groups(weight.codes[rows], weight.scales[rows], zeros)
 
 
@@ -52,13 +54,14 @@ def few_pairs(
     num_out: int,
     otherwise: Product,
 ) -> Tensor:
-    """With 4 bits, on a CPU: one kernel for all experts, if there are few pairs of each."""
+    """One kernel for all experts, in 4 bits, if there are few pairs of each."""
     from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_rows
 
     num_experts = len(weight.scales) // num_out
     if len(pairs.rows) > FEW_ROWS * num_experts:
         return otherwise(x, _, pairs)
     rows = pairs.rows.numpy()
-    firsts = pairs.experts.numpy() * num_out
+    experts = pairs.experts.numpy()
+    firsts = experts * num_out
     result = product_of_rows(x, weight, rows, firsts, num_out)
     return result.to(x.dtype)

@@ -56,26 +56,13 @@ def product(x: Tensor, _: Tensor, pairs: Pairs, weight: Groups, num_experts: int
     num_rows, num_groups = weight.scales.shape
     num_out = num_rows // num_experts
     group_size = num_in // num_groups
-    has_zeros = weight.zeros is not None
     starts, num_tiles = tiles_of(pairs, num_experts)
     out = x.new_empty(len(pairs.rows), num_out)
+    zeros = weight.scales if weight.zeros is None else weight.zeros  # scales are not read
     grouped_product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
-        out,
-        x,
-        weight.codes,
-        weight.scales,
-        weight.zeros if has_zeros else weight.scales,  # which are not read
-        pairs.rows,
-        starts,
-        num_out,
-        num_in,
-        num_groups,
-        group_size,
-        num_experts,
-        triton.next_power_of_2(num_experts),
-        PAIRS,
-        OUT,
-        numbers_of(x, group_size),
-        4 if has_zeros else 8,
-    )
+        out, x, weight.codes, weight.scales, zeros, pairs.rows, starts,
+        num_out, num_in, num_groups, group_size, num_experts,
+        triton.next_power_of_2(num_experts), PAIRS, OUT, numbers_of(x, group_size),
+        8 if weight.zeros is None else 4,
+    )  # fmt: skip
     return out

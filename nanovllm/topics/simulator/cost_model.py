@@ -4,10 +4,11 @@ Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 an
 long a step really takes is guessed in `machines.py`; this is its floor, the larger of two times:
 its bytes divided by the memory bandwidth, and its FLOPs divided by the rate of arithmetic. Bytes
 are the weights once, the keys and values of every context once, and those of new tokens; FLOPs are
-those of the matrix products. Of experts, only those count that are hit: see `Shape.hit`. The floor leaves out activations, softmax, sampling and kernel
-launches. It also ignores that small products do not reach the rate of large ones, and that reading
-and computing overlap imperfectly. A block that sequences share counts for each of them. Only data
-that fits into a processor's cache can beat the floor.
+those of the matrix products. Of experts, only those count that are hit: see `Shape.hit`. The floor
+leaves out activations, softmax, sampling and kernel launches. It also ignores that small products
+do not reach the rate of large ones, and that reading and computing overlap imperfectly. A block
+that sequences share counts for each of them. Only data that fits into a processor's cache can beat
+the floor.
 """
 
 from __future__ import annotations
@@ -37,14 +38,10 @@ SHAPES = {  # of real models
         ("qwen3-30b-a3b", "qwen3_moe", 2048, 6144, 48, 32, 4, 128, False, 151936, 40960),
     )
 }
-SHAPES["qwen3-30b-a3b"] |= {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+SHAPES["qwen3-30b-a3b"] |= dict(
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -80,7 +77,7 @@ class Shape(NamedTuple):
         return (self.body + num_tables * self.head) * self.itemsize
 
     def hit(self, tokens: int) -> float:
-        """The experts of a layer that a step with so many tokens hits, on average. Each token
+        """The experts of a layer that a step with `tokens` tokens hits, on average. Each token
         chooses by itself, and no expert is chosen more often than another one."""
         if not self.experts:
             return 0.0
@@ -199,13 +196,14 @@ def shape_of(config, itemsize: int) -> Shape:
     attention += qkv if config["model_type"] == "qwen2" else 2 * head_dim  # biases, or norms
     mlp = 3 * hidden * config["intermediate_size"]
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    every = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
     sparse = []
     if experts:
-        every = config["decoder_sparse_step"]
-        dense = config["mlp_only_layers"] or ()
         sparse = [i for i in range(every - 1, layers, every) if i not in dense]
     expert = 3 * hidden * config.get("moe_intermediate_size", 0)
-    mlps = (layers - len(sparse)) * mlp + len(sparse) * experts * (expert + hidden)  # and a router
+    mlps = (layers - len(sparse)) * mlp
+    mlps += len(sparse) * experts * (expert + hidden)  # and a router
     norms = 2 * hidden
     return Shape(
         layers=layers,
