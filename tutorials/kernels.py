@@ -1,5 +1,5 @@
 """What chapter 10 needs to look into kernels while they run in Triton's interpreter: what each
-program loads, and a changed copy of the engine's kernels. Linux only, as Triton.
+program loads, and a changed copy of kernels. Linux only, as Triton.
 
 Import it after TRITON_INTERPRET has been set to 1.
 """
@@ -19,7 +19,32 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from nanovllm.layers import triton_attention
+
+@triton.jit
+def store_kv_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    k_stride,
+    v_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Program t copies the key and value of token t into its slot.
+
+    They have WIDTH = num_kv_heads * head_dim numbers each.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    is_number = i < WIDTH
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:  # a padding row of a CUDA graph has none
+        key = tl.load(k + t * k_stride + i, mask=is_number)
+        tl.store(k_cache + slot * WIDTH + i, key, mask=is_number)
+        value = tl.load(v + t * v_stride + i, mask=is_number)
+        tl.store(v_cache + slot * WIDTH + i, value, mask=is_number)
 
 
 @triton.jit
@@ -88,12 +113,12 @@ def loads_of(**tensors: Tensor) -> Iterator[list[Load]]:
 FOLDER = tempfile.TemporaryDirectory()
 
 
-def changed(old: str, new: str) -> ModuleType:
-    """The engine's kernels of attention, with one piece of text replaced by another.
+def changed(module: ModuleType, old: str, new: str) -> ModuleType:
+    """A copy of a module of kernels, with one piece of text replaced by another.
 
     It is a file, since Triton reads a kernel's source from there.
     """
-    source = inspect.getsource(triton_attention)
+    source = inspect.getsource(module)
     assert source.count(old) == 1, f"this is there {source.count(old)} times: {old}"
     path = Path(FOLDER.name, f"changed{abs(hash((old, new)))}.py")
     path.write_text(source.replace(old, new), encoding="utf-8")

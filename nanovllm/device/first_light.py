@@ -21,7 +21,12 @@ from timeit import repeat
 from typing import Any, NamedTuple
 
 SECONDS = 120.0  # that a part may take
-SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
 # of each family, a model and what is changed in it: an eighth of a model with experts is 10 GB
 OF_FAMILY: dict[str, tuple[str, dict]] = {
     "dense": ("qwen3-0.6b", {}),
@@ -89,7 +94,7 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
         llm = LLM(folder, **options)
     costs = shape_of(shape, llm.runner.dtype.itemsize)
     room = llm.runner.num_blocks * llm.runner.shape.block_size // 640  # requests
-    batches = [1, 2] if is_small else [batch for batch in (1, 16, 128) if batch <= room]
+    batches = [1, 2] if is_small else [batch for batch in (1, 16, 64, 256) if batch <= room]
     for batch in batches:
         run_only(llm, batch, 8 if is_small else 256)
         not_hit = (costs.experts - costs.hit(batch)) * costs.expert
@@ -99,10 +104,12 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
     # after all times: steps may be slower once there was a profiler
     for batch in reversed(batches):
         run_only(llm, batch, 0)
-        busy_ms = sum(kernel.self_device_time_total for kernel in kernels_of(llm, 4)) / 4e3
+        kernels = kernels_of(llm, 4)
+        busy_ms = sum(us for us, *_ in kernels) / 1e3
         found = facts[f"{batch} sequences"]
         if busy_ms:  # on a CPU there are no kernels
             found |= {"gpu_ms": busy_ms, "host_share": 1 - busy_ms / found["step_ms"]}
+            found["kernels"] = kernels[:16]
     return facts
 
 
@@ -151,14 +158,19 @@ def median_step(llm: Any, count: int, overlap: bool) -> tuple[float, int]:
     return sorted(steps)[count // 2]
 
 
-def kernels_of(llm: Any, count: int) -> list:
-    """What torch.profiler says of each kernel of `count` steps. On a CPU there are none."""
+def kernels_of(llm: Any, count: int) -> list[tuple[float, float, str]]:
+    """The kernels of `count` steps, the longest first: microseconds and launches in one step, and
+    the name. On a CPU there are none."""
     from torch.profiler import profile
 
     with profile() as found:
         for _ in range(count):
             llm.step()
-    return [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    events = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    return sorted(
+        ((e.self_device_time_total / count, e.count / count, e.key[:80]) for e in events),
+        reverse=True,
+    )
 
 
 def write_model(folder: Path, shape: dict, device: str) -> None:

@@ -96,16 +96,15 @@ def warm_up_steps(limits: Limits, block_size: int, dtype: torch.dtype) -> Iterat
     """Steps that launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
-    blocks, logits in fp32, and decodes with a context of one part, of two, of four, and so on.
+    blocks, logits in fp32, and decodes with a whole context and with one in parts.
     """
     params = SamplingParams(top_p=0.9)
     yield dummy_step(1, 0, 2, block_size, params)
-    yield dummy_step(1, 0, 1, block_size, params)
+    for length in (1, min(128, limits.max_model_len)):
+        yield dummy_step(1, length - 1, length, block_size, params)
     if dtype != torch.float32:  # penalties make logits fp32
         penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)
         yield dummy_step(1, 0, 1, block_size, penalized)
-    for length in sorted({min(2**i, limits.max_model_len) for i in range(7, 12)}):
-        yield dummy_step(1, length - 1, length, block_size, params)
 
 
 def dummy_step(

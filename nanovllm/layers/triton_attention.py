@@ -16,39 +16,12 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.triton_int8 import scales_of, store_int8
+from nanovllm.layers.triton_int8 import scales_of
 
 PART = 64  # tokens of a context that are worth a program of their own
-MAX_SPLITS = 32
+MAX_SPLITS = 32  # a power of two
 PROGRAMS = 4  # for each multiprocessor: enough without parts
 LOG2_E = 1.4426950408889634  # exp(x) is exp2(x * LOG2_E)
-
-
-@triton.jit
-def store_kv_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slots,
-    k_stride,
-    v_stride,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Program t copies the key and value of token t into its slot.
-
-    They have WIDTH = num_kv_heads * head_dim numbers each.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PADDED)
-    is_number = i < WIDTH
-    slot = tl.load(slots + t).to(tl.int64)
-    if slot >= 0:  # a padding row of a CUDA graph has none
-        key = tl.load(k + t * k_stride + i, mask=is_number)
-        tl.store(k_cache + slot * WIDTH + i, key, mask=is_number)
-        value = tl.load(v + t * v_stride + i, mask=is_number)
-        tl.store(v_cache + slot * WIDTH + i, value, mask=is_number)
 
 
 @triton.jit
@@ -189,16 +162,17 @@ def attention_kernel(
             tl.store(out_at, result, mask=is_row[:, None] & is_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     out,
     parts,
     maxima,
     sums,
     context_lens,
+    num_splits,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,  # a power of two
+    SPLITS: tl.constexpr,  # >= num_splits
 ):
     """Program (t, head): combines the parts of one decoded token's context."""
     t = tl.program_id(0).to(tl.int64)
@@ -207,26 +181,16 @@ def combine_kernel(
         row = t * heads + tl.program_id(1)
         dim = tl.arange(0, DIM)
         is_dim = dim < HEAD_DIM
-        split_at = row * SPLITS + tl.arange(0, SPLITS)
-        maximum = tl.load(maxima + split_at)
+        split = tl.arange(0, SPLITS)
+        is_split = split < num_splits
+        split_at = row * num_splits + split
+        maximum = tl.load(maxima + split_at, mask=is_split, other=float("-inf"))
         weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without keys
         part_at = parts + split_at[:, None] * HEAD_DIM + dim
         part = tl.load(part_at, mask=(weight[:, None] > 0) & is_dim, other=0.0)
-        total = tl.sum(tl.load(sums + split_at) * weight, 0)
+        total = tl.sum(tl.load(sums + split_at, mask=is_split, other=0.0) * weight, 0)
         result = tl.sum(part * weight[:, None], 0) / total
         tl.store(out + row * HEAD_DIM + dim, result, mask=is_dim)
-
-
-def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    """Stores keys and values. A slot of -1 is not written."""
-    keys, values = batch.kv_cache.layers[layer]
-    if keys.dtype == torch.int8:
-        return store_int8(k, v, keys, values, batch.slot_mapping)
-    width = k.shape[1] * k.shape[2]
-    padded = triton.next_power_of_2(width)
-    store_kv_kernel[(len(k),)](
-        k, v, keys, values, batch.slot_mapping, k.stride(0), v.stride(0), width, padded
-    )
 
 
 def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
@@ -281,15 +245,12 @@ def layout(batch: Batch) -> int:
 def num_splits(programs: int, max_context: int, device: torch.device) -> int:
     """Enough parts to keep all multiprocessors busy, but at most one per PART tokens.
 
-    A context shorter than the longest has empty parts. It is a power of two, because combine_kernel
-    is compiled for each number: see warm_up_steps.
+    A context shorter than the longest has empty parts.
     """
     wanted = 1
     if device.type == "cuda":
         wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-    most = max(1, min(wanted // programs, MAX_SPLITS))
-    rounded_down = 1 << (most.bit_length() - 1)
-    return min(rounded_down, triton.next_power_of_2(triton.cdiv(max_context, PART)))
+    return max(1, min(wanted // programs, triton.cdiv(max_context, PART), MAX_SPLITS))
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:
@@ -315,7 +276,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
         launch(parts, maxima, sums, q, batch, layer, scale, 0, num_decodes, splits)
         dim = triton.next_power_of_2(head_dim)
         combine_kernel[(num_decodes, heads)](
-            out, parts, maxima, sums, batch.context_lens, head_dim, dim, splits
+            out, parts, maxima, sums, batch.context_lens, splits, head_dim, dim, MAX_SPLITS
         )
     return out
 

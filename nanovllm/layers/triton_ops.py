@@ -14,7 +14,7 @@ from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
-from nanovllm.layers.triton_attention import store_kv as store_kv
+from nanovllm.layers.triton_int8 import store_int8
 from nanovllm.layers.triton_sampler import sample as sample
 
 CAN_BE_RECORDED = True
@@ -162,7 +162,7 @@ def rotate_and_store(
     keys, values = batch.kv_cache.layers[layer]
     if keys.dtype == torch.int8:
         q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-        store_kv(k, v, batch, layer)
+        store_int8(k, v, keys, values, batch.slot_mapping)
         return q
     cache = (keys, values, batch.slot_mapping)
     q, _, _ = norm_and_rotate(qkv, *norms, cos_sin, sizes, cache)

@@ -26,8 +26,7 @@ GREEDY = SamplingParams(
 
 
 def check_like_transformers(model, outputs) -> None:
-    """Log-probabilities are those of a full forward pass, and each token is the likeliest one there. (With a cache,
-    transformers itself may leave its own full pass: where two experts nearly tie.)"""
+    """Compared with a full forward pass: with a cache, transformers may leave it where two experts nearly tie."""
     for output in outputs:
         (one,) = output.outputs
         prompt, ids = output.prompt_token_ids, output.prompt_token_ids + one.token_ids
@@ -46,37 +45,22 @@ def test_like_transformers(seed, tmp_path):
     rng = random.Random(seed)
     num_experts = rng.choice([1, 2, 5, 8, 16])
     model = new_model(
-        "qwen3_moe",
-        seed,
-        num_experts=num_experts,
-        num_experts_per_tok=rng.randint(1, min(num_experts, 4)),
-        norm_topk_prob=rng.random() < 0.5,
-        decoder_sparse_step=rng.choice([1, 1, 2]),
-        mlp_only_layers=rng.choice([[], [], [0], [1]]),
-        num_hidden_layers=rng.randint(1, 4),
-        hidden_size=rng.choice([32, 48, 64]),
-        moe_intermediate_size=rng.choice([8, 24, 40]),
-        num_key_value_heads=rng.choice([1, 2, 4]),
-        head_dim=rng.choice([8, 16, 32]),
-        attention_bias=rng.random() < 0.3,
-        tie_word_embeddings=rng.random() < 0.5,
-    )
+        "qwen3_moe", seed, num_experts=num_experts, num_experts_per_tok=rng.randint(1, min(num_experts, 4)),
+        norm_topk_prob=rng.random() < 0.5, decoder_sparse_step=rng.choice([1, 1, 2]),
+        mlp_only_layers=rng.choice([[], [], [0], [1]]), num_hidden_layers=rng.randint(1, 4),
+        hidden_size=rng.choice([32, 48, 64]), moe_intermediate_size=rng.choice([8, 24, 40]),
+        num_key_value_heads=rng.choice([1, 2, 4]), head_dim=rng.choice([8, 16, 32]),
+        attention_bias=rng.random() < 0.3, tie_word_embeddings=rng.random() < 0.5,
+    )  # fmt: skip
     path = save(model, tmp_path, save_original_format=rng.random() < 0.5)
     lengths = [*(rng.randint(20, 25) for _ in range(4)), rng.randint(60, 90)]
     prompts = [[rng.randrange(160) for _ in range(length)] for length in lengths]
     chunk = rng.choice([1, 2, 4, 8, 16, 33, 64])
     llm = LLM(
-        path,
-        dtype="float32",
-        attention_backend=rng.choice(["auto", "torch"]),
-        block_size=4,
-        num_blocks=27,
-        max_model_len=104,
-        max_num_batched_tokens=chunk,
-        max_num_seqs=min(chunk, 4),
+        path, dtype="float32", attention_backend=rng.choice(["auto", "torch"]), block_size=4, num_blocks=27,
+        max_model_len=104, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 4), swap_gib=0.01,
         preemption_mode=rng.choice(["recompute", "swap"]),
-        swap_gib=0.01,
-    )
+    )  # fmt: skip
     check_like_transformers(model, llm.generate(prompts, GREEDY, use_tqdm=False))
     assert llm.stats()["preemptions"] > 0 or chunk < 64
     check_blocks(llm.block_manager, [])
@@ -184,8 +168,7 @@ def test_weights_and_ties_of_the_router():
 
 @backends(triton=0)
 def test_tokens_do_not_depend_on_the_company(backend, tmp_path):
-    """Also where each expert ties with another one: two rows of the router are equal. The order of experts decides, not
-    rounding."""
+    """Also where each expert ties with another one, by equal rows of the router: the order of experts decides."""
     model = new_model("qwen3_moe", num_experts=16, num_experts_per_tok=3, mlp_only_layers=[])
     for layer in model.model.layers:
         layer.mlp.gate.weight.data[8:] = layer.mlp.gate.weight.data[:8]
@@ -197,14 +180,8 @@ def test_tokens_do_not_depend_on_the_company(backend, tmp_path):
         llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts
     ]
     for tokens in (4, 7, 64):
-        llm = LLM(
-            path,
-            num_blocks=17,
-            max_model_len=64,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=4,
-            **options,
-        )
+        few = {"num_blocks": 17, "max_model_len": 64, "max_num_seqs": 4}
+        llm = LLM(path, max_num_batched_tokens=tokens, **few, **options)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == alone
     assert llm.stats()["preemptions"] > 0

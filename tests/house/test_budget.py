@@ -24,15 +24,9 @@ def size_of_file(name: str) -> Size:
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
 CORE = (2_575, 22_840)  # the root, layers and models, on one backend, of one family
-WHOLE_PACKAGE = (11_980, 109_800)
-ALL_LINES = 62_900  # of all Python files, comments and docstrings too: it may only fall
-
-
-OTHERS = (
-    "numba",
-    "triton",
-    "experts",
-)  # backends and model families that a dense prompt does not load
+WHOLE_PACKAGE = (11_970, 109_300)
+ALL_LINES = 62_805  # of all Python files, comments and docstrings too: it may only fall
+OTHERS = ("numba", "triton", "experts")  # what a dense prompt with PyTorch's backend does not load
 
 
 def is_core(name: str) -> bool:

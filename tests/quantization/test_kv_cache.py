@@ -60,12 +60,13 @@ def test_a_kernel_stores_the_same_bits(backend, dtype, head_dim):
     kv[1, :, 0] = 127
     kv[2, 0, 3], kv[3, 4, 1] = torch.nan, torch.inf
     slots, caches = torch.randperm(36)[:30], []
+    cos_sin = torch.cat([torch.ones(30, head_dim // 2), torch.zeros(30, head_dim // 2)], dim=1)
     for name in ("torch", backend):
         cache = Int8Cache(torch.full((2, 2, 9, 4, 3, head_dim + 4), 77, dtype=torch.int8))
         batch = replace(random_batch([(1, 1)], 1, 4)[0], kv_cache=cache, slot_mapping=slots)
         move_batch(batch, device_of(name))
-        parts = kv.to(device_of(name), dtype).split(3, dim=1)
-        ops_of(name).store_kv(*parts, batch, 1)
+        qkv, not_rotated = kv.to(device_of(name), dtype), cos_sin.to(device_of(name))
+        ops_of(name).rotate_and_store(qkv, (None, None), not_rotated, [0, 3, 3], batch, 1)
         caches.append(batch.kv_cache.tensor.cpu())
     expected, found = map(Int8Cache.restored, caches)
     assert expected.isfinite().equal(found.isfinite()) and not found.isfinite().all()
@@ -87,7 +88,7 @@ def test_attention_is_that_of_the_reference(backend, group, block_size):
     q, new = q.to(device), new.to(device)
     move_batch(batch, device)
     move_batch(floats, device)
-    ops.store_kv(new[0], new[1], batch, 1)
+    torch_ops.store_kv(new[0], new[1], batch, 1)
     batch.layout = ops.layout(batch)
     found = ops.paged_attention(q, batch, 1, 0.2)
     expected = attention.paged_attention(q, batch, 1, 0.2)
@@ -111,7 +112,7 @@ def test_small_values_in_16_bits(backend, dtype, bound):
     _, values = batch.kv_cache.tensor
     values.copy_(Int8Cache.stored(Int8Cache.restored(values) * 1e-3))
     ops = ops_of(backend)
-    ops.store_kv(*new.to(device, dtype), batch, 1)
+    torch_ops.store_kv(*new.to(device, dtype), batch, 1)
     batch.layout = ops.layout(batch)
     q = torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     found = ops.paged_attention(q, batch, 1, 0.2).float()

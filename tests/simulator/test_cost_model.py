@@ -73,8 +73,7 @@ def test_experts_that_are_hit():
     assert many.weight_bytes == 2 * (rest + round(shape.hit(64) * expert) + 64 * 2048)
     assert one.flops == 2 * (rest + 8 * expert) + one.attention_flops
     assert many.flops - many.attention_flops == 64 * (one.flops - one.attention_flops)
-    half = shape.shard(2)
-    assert (half.expert, half.hit(16)) == (expert // 2, shape.hit(16))
+    assert shape.shard(2).expert == expert // 2
 
 
 def machine(bandwidth: float, flops_rate: float) -> Hardware:

@@ -37,11 +37,10 @@ def backends(*more: str, numba: int = 1, triton: int = 1) -> pytest.MarkDecorato
 def ops_of(backend: str) -> Any:
     """The module of a backend; skips the test if it cannot run here.
 
-    "reference" stands for the plain attention, beside PyTorch's store_kv.
+    "reference" stands for the plain attention.
     """
     if backend == "reference":
         return SimpleNamespace(
-            store_kv=torch_ops.store_kv,
             layout=lambda batch: None,
             paged_attention=attention.paged_attention,
         )
@@ -85,7 +84,8 @@ def check_attention(
     layout: object = None,
     **kwargs,
 ) -> None:
-    """Stores keys and values and attends to them, in a random batch whose unowned slots are NaN.
+    """Stores keys and values with PyTorch and attends to them, in a random batch whose unowned slots
+    are NaN.
 
     The cache is compared with the keys and values themselves, the attention with the reference; the
     reference with dense attention. `size` is that of queries; `layout` replaces the backend's own.
@@ -104,7 +104,7 @@ def check_attention(
     stored = batch.kv_cache.tensor.clone()
     stored[:, layer].flatten(1, 2)[:, batch.slot_mapping] = new
     # as in the model, keys and values are views of something larger
-    ops.store_kv(*torch.cat([*new], dim=1).split(kv_heads, dim=1), batch, layer)
+    torch_ops.store_kv(*torch.cat([*new], dim=1).split(kv_heads, dim=1), batch, layer)
     assert torch.equal(batch.kv_cache.tensor.nan_to_num(99), stored.nan_to_num(99))
 
     batch.layout = layout or ops.layout(batch)

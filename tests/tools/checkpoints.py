@@ -32,13 +32,8 @@ SHAPE = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
-EXPERTS = dict(
-    head_dim=16,
-    moe_intermediate_size=24,
-    num_experts=8,
-    num_experts_per_tok=3,
-    norm_topk_prob=True,
-)
+EXPERTS = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8}
+EXPERTS |= {"num_experts_per_tok": 3, "norm_topk_prob": True}
 
 
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):

@@ -102,20 +102,20 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
                 if name.endswith("_kernel"):
                     noted = Noted(kernel, launches)
                     stack.enter_context(mock.patch.object(module, name, noted))
-        launch_attention(head_dim, group, half, half, head_dim)
+        launch_attention(head_dim, group, half, half(2, 1, 100, 16, KV_HEADS, head_dim))
         if is_whole:
-            codes = partial(empty, dtype=torch.int8)
-            launch_attention(head_dim, group, half, codes, head_dim + 4)
-            launch_layers(head_dim, group, half)
+            codes = empty(2, 1, 100, 16, KV_HEADS, head_dim + 4, dtype=torch.int8)
+            launch_attention(head_dim, group, half, codes)
+            launch_layers(half)
             launch_products(half)
             launch_experts(half)
     return launches
 
 
-def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: int) -> None:
-    """For 32 decodes, whose contexts are whole or cut into parts, and for a chunk behind them. A key in the cache has `size` numbers."""
+def launch_attention(head_dim: int, group: int, half: Any, cache: Tensor) -> None:
+    """For 32 decodes, whose contexts are whole or cut into parts, and for a chunk behind them; with the kernels that store."""
     batch = Batch(
-        kv_cache=KVCache(of_cache(2, 1, 100, 16, KV_HEADS, size)),
+        kv_cache=KVCache(cache),
         slot_mapping=longs(96),
         cu_seqlens_q=ints(34),
         context_lens=ints(33),
@@ -123,26 +123,19 @@ def launch_attention(head_dim: int, group: int, half: Any, of_cache: Any, size: 
         block_tables=ints(99),
         num_decodes=32,
     )
-    k, v = half(96, 2 * KV_HEADS, head_dim).split(KV_HEADS, dim=1)
-    triton_attention.store_kv(k, v, batch, 0)
-    for batch.layout in (1, 2, 32):
+    norms = [torch.nn.RMSNorm(head_dim, 1e-6, device="meta", dtype=half.keywords["dtype"])] * 2
+    heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
+    qkv = half(96, sum(heads), head_dim)
+    triton_ops.rotate_and_store(qkv, (norms[0], norms[1]), empty(96, head_dim), heads, batch, 0)
+    for batch.layout in (1, 2):
         triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
     triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
 
 
-def launch_layers(head_dim: int, group: int, half: Any) -> None:
+def launch_layers(half: Any) -> None:
     """The small layers, and the sampler."""
-    norms = [torch.nn.RMSNorm(size, 1e-6, device="meta") for size in (HIDDEN, head_dim, head_dim)]
-    for norm in norms:
-        norm.to(half.keywords["dtype"])
-    triton_ops.add_and_norm(half(96, HIDDEN), half(96, HIDDEN), norms[0])
-    heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
-    qkv = half(96, sum(heads), head_dim)
-    rotation = (empty(96, head_dim), heads)
-    triton_ops.norm_and_rotate(qkv, *norms[1:], *rotation)
-    cache = KVCache(half(2, 1, 100, 16, KV_HEADS, head_dim))
-    batch = Batch(cache, longs(96), ints(34), ints(33), ints(34), ints(99))
-    triton_ops.rotate_and_store(qkv, (norms[1], norms[2]), *rotation, batch, 0)
+    norm = torch.nn.RMSNorm(HIDDEN, 1e-6, device="meta", dtype=half.keywords["dtype"])
+    triton_ops.add_and_norm(half(96, HIDDEN), half(96, HIDDEN), norm)
     triton_ops.silu_and_mul(half(96, 6 * HIDDEN))
     sampling = Sampling(empty(32), seed=longs(32), position=longs(32), top_p=empty(32))
     triton_ops.sample(half(32, VOCAB), sampling)
