@@ -5,6 +5,7 @@ machine could do.
     python bench.py --peer hf hf-cb --json tutorials/results/cpu_embedded.json
     python bench.py --peer hf --rounds 3 --cold                # a quick look, also at the first seconds
     python bench.py --random-weights qwen3-0.6b --workload nano-vllm --peer vllm --python vllm=~/vllm/bin/python
+    python bench.py --random-weights smollm2-135m --requests 1 --peer llama.cpp-q8_0 --python llama.cpp-q8_0=~/lc/bin/python
     python bench.py --random-weights qwen3-8b --trace AzureLLMInferenceTrace_conv.csv --requests 500 --rate 4
     python bench.py --model Qwen/Qwen3-0.6B --rate 8 --option max_num_seqs=32
 
@@ -41,7 +42,7 @@ from tutorials.measure.turns import WARM_UP, Turns
 from tutorials.report import conditions, engines_table, summary, write_json
 from tutorials.simulation.requests import WORKLOADS, cut, make_requests
 
-FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens")  # by the peers
+FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens", "threads")  # by the peers
 
 
 def pair(text: str, parse) -> tuple[str, object]:

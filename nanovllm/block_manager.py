@@ -33,9 +33,10 @@ class Moves:
     swaps_out: dict[int, int] = field(default_factory=dict)  # block -> host block
     swaps_in: dict[int, int] = field(default_factory=dict)  # host block -> block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from block, to block)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # of slots: topics/hybrid
 
     def __bool__(self) -> bool:
-        return bool(self.swaps_out or self.swaps_in or self.copies)
+        return bool(self.swaps_out or self.swaps_in or self.copies or self.state_copies)
 
 
 class BlockManager:

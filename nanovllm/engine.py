@@ -18,6 +18,7 @@ from nanovllm.inbox import Inbox
 from nanovllm.layers.rotary import longest_context
 from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
 from nanovllm.model_runner import ModelRunner, Runner
+from nanovllm.models.dense import has_states
 from nanovllm.options import refusal
 from nanovllm.overlap import Launched, pending, reads_first
 from nanovllm.processing.inputs import (
@@ -72,7 +73,13 @@ class LLM:
         self.backend_tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
         device = choose_device(config)
         longest = longest_context(hf_config)
-        self.limits = limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
+        limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
+        manager_cls: Callable = config.block_manager_cls or BlockManager
+        if has_states(hf_config):
+            from nanovllm.topics.hybrid.states import with_slots  # chapter 23
+
+            limits, manager_cls = with_slots(config, limits, hf_config, path, device)
+        self.limits = limits
         arguments = (config, limits, hf_config, path, device)
         if runner is None and config.tensor_parallel_size > 1:
             # some builds of PyTorch lack torch.distributed
@@ -82,13 +89,9 @@ class LLM:
         self.runner: Runner = runner or ModelRunner(*arguments)
 
         # what decides which requests run, and on which blocks
-        new_block_manager = partial(
-            config.block_manager_cls or BlockManager,
-            self.runner.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.runner.num_host_blocks,
-        )
+        sizes = (self.runner.num_blocks, config.block_size)
+        options = (config.enable_prefix_caching, self.runner.num_host_blocks)
+        new_block_manager = partial(manager_cls, *sizes, *options)
         scheduler_cls = config.scheduler_cls or Scheduler
         self.scheduler: Scheduler = scheduler_cls(limits, new_block_manager())
         self.scheduler.proposer = proposer

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.rotary import rope_table
-from nanovllm.models.dense import MODEL_TYPES, DenseModel, head_dim_of
+from nanovllm.models.dense import HYBRID_TYPES, MODEL_TYPES, DenseModel, has_states
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -83,15 +83,20 @@ def load_config(path: Path):
     stored = read_json(file)
     with reading(file):
         # before transformers asks whether to run its code
-        if stored.get("model_type") not in MODEL_TYPES:
+        if stored.get("model_type") not in MODEL_TYPES + HYBRID_TYPES:
             from nanovllm.topics.checks.families import refusal_of  # chapter 05
 
-            raise refusal_of(stored, MODEL_TYPES)
+            raise refusal_of(stored, MODEL_TYPES + HYBRID_TYPES)
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        model_class(config).check(config)
+        if has_states(config):
+            from nanovllm.topics.hybrid.model import text_config  # chapter 23
+
+            config = text_config(config)
+        else:
+            model_class(config).check(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
@@ -101,17 +106,8 @@ def load_config(path: Path):
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
         # raises if the rope settings are invalid
-        rope_table(config, head_dim_of(config), max_model_len=1)
+        model_class(config).rope_of(config, max_model_len=1)
     return config
-
-
-def model_class(config) -> type[DenseModel]:
-    """The model of a family. A dense model imports no other one."""
-    if config.model_type == "qwen3_moe":
-        from nanovllm.models.experts import ExpertsModel
-
-        return ExpertsModel
-    return DenseModel
 
 
 def is_quantized(config) -> bool:
@@ -187,18 +183,23 @@ def load_model(
         from nanovllm.topics.quantization.checkpoints import QuantizedReader  # chapter 21
 
         reader = QuantizedReader(config, files)
+    if has_states(config):
+        from nanovllm.topics.hybrid.checkpoint import TextReader  # chapter 23
+
+        reader = TextReader(reader, config, files)
     model = new_model(config, max_model_len, dtype, device, ops)
     reader.add_parameters(model)
     missing = destinations(model)
     unexpected = []
     for file in files:
         with reader.tensors_of(file) as tensors:
-            tensors = model.view(tensors)
+            if hasattr(model, "view"):
+                tensors = model.view(tensors)  # type: ignore[operator]
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     module, kind, rows = missing.pop(name)
-                    if module.weight.is_meta:
-                        module.to_empty(device=device)
+                    if getattr(module, kind).is_meta:
+                        module.to_empty(device=device, recurse=False)
                     load_into(getattr(module, kind).data[rows], read(tensors, name), name, file)
                     prepare_whole(model, module, missing, prepare)
                 elif not ignorable(name, config):
@@ -230,6 +231,19 @@ def prepare_whole(
         prepare(model.lm_head)
 
 
+def model_class(config) -> Any:
+    """DenseModel, or that of another family with the same methods."""
+    if has_states(config):
+        from nanovllm.topics.hybrid.model import HybridModel  # chapter 23
+
+        return HybridModel
+    if config.model_type == "qwen3_moe":
+        from nanovllm.models.experts import ExpertsModel
+
+        return ExpertsModel
+    return DenseModel
+
+
 def new_model(
     config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> DenseModel:
@@ -237,9 +251,10 @@ def new_model(
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
-    rope = rope_table(config, head_dim_of(config), max_model_len)
+    new = model_class(config)
+    rope = new.rope_of(config, max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = model_class(config)(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+        model = new(config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight

@@ -23,7 +23,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import is_quantized, load_model
-from nanovllm.models.dense import DenseModel, head_dim_of
+from nanovllm.models.dense import DenseModel, has_states, head_dim_of
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import StepInputs, integers, sampling_of
@@ -69,15 +69,19 @@ class ModelRunner:
             prepare = choose_product(config, hf_config, self.ops)
         self.model = self.load(path, hf_config, prepare)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
+        if has_states(hf_config):
+            from nanovllm.topics.hybrid.states import StateCache  # chapter 23
+
+            self.model.states = StateCache(self.model, limits.max_num_seqs, device)
         heads = (self.model.num_kv_heads, head_dim_of(hf_config))
-        shape = CacheShape(hf_config.num_hidden_layers, config.block_size, *heads, self.dtype)
+        shape = CacheShape(self.model.num_kv_layers, config.block_size, *heads, self.dtype)
         if config.kv_cache_dtype != "auto":
             from nanovllm.topics.quantization.kv_cache import choose_shape  # chapter 21
 
             shape = choose_shape(config, shape)
         self.shape = choose_cache(config, limits, device, shape)
         self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
-        self.graphs: StepGraphs | None = None
+        self.graphs: Any = None  # StepGraphs, or a NumbaStep
         self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
         self.host_cache: Any = None  # a HostCache, with host blocks
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
@@ -86,10 +90,9 @@ class ModelRunner:
             self._allocate()
             if is_cuda or self.ops.IS_COMPILED:
                 self.warm_up()
-            if self.has_graphs:
-                self.graphs = self._new_graphs()
-                for size in reversed(self.graphs.sizes):
-                    self.graphs.record(size)
+            self.graphs = self._new_graphs() if self.has_graphs else None
+            for size in reversed(self.graphs.sizes if self.graphs else ()):
+                self.graphs.record(size)
             if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
                 from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
 
@@ -107,9 +110,13 @@ class ModelRunner:
         return self.threads.of_step(num_tokens * self.weights_per_layer)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
-        of_host = int(config.kv_cache_gib * 2**30)
+        of_host = int(config.kv_cache_gib * 2**30) - self._state_bytes
         available = self._memory_left(config) if self.device.type == "cuda" else of_host
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
+
+    @property
+    def _state_bytes(self) -> int:
+        return self.model.states.nbytes if self.model.states else 0
 
     def _memory_left(self, config: Config) -> int:
         """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
@@ -139,9 +146,16 @@ class ModelRunner:
             raise ValueError(f"there is no room for {what}: {reason}") from error
         gib = self.num_blocks * self.shape.block_bytes / 2**30
         size = f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, {gib:.1f} GiB"
+        if self.model.states:
+            size += f"; states of {self.limits.max_num_seqs:,} sequences"
+            size += f", {self._state_bytes / 2**30:.1f} GiB"
         logger.info("KV cache: %s", size)
 
-    def _new_graphs(self) -> StepGraphs:
+    def _new_graphs(self) -> Any:
+        if vars(self.ops)["__name__"].endswith("numba_ops"):
+            from nanovllm.device.numba_graphs import bind
+
+            return bind(self.model, self.kv_cache, self.threads)
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
@@ -157,8 +171,7 @@ class ModelRunner:
         log-probabilities if a request wants them.
         """
         with self.on_device(schedule.num_tokens):
-            inputs = self.prepare(schedule)
-            hidden, inputs = self.forward(inputs)
+            hidden, inputs = self.forward(self.prepare(schedule))
             return self.sample(hidden, inputs, schedule)
 
     def close(self) -> None:
@@ -208,12 +221,16 @@ class ModelRunner:
         positions = torch.arange(len(token_ids)) + (contexts - ends)[seq_of_token]
         block_size = self.kv_cache.block_size
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size]
+        state_slots = None
+        if self.model.states:
+            state_slots = integers([item.seq.state_slot for item in items])
         batch = Batch(
             kv_cache=self.kv_cache,
             slot_mapping=self.kv_cache.slots(block_ids, positions % block_size),
             cu_seqlens_q=F.pad(ends, (1, 0)).int(),
             context_lens=contexts.int(),
             cu_blocks=cu_blocks,
+            state_slots=state_slots,
             block_tables=block_tables,
             num_decodes=int((counts == 1).sum()),
             max_context=int(contexts.max()),
@@ -264,6 +281,8 @@ class ModelRunner:
         if self.host_cache is not None:
             self.host_cache.swap_out(moves.swaps_out)
             self.host_cache.swap_in(moves.swaps_in)
+        if moves.state_copies:
+            self.model.states.copy(moves.state_copies)
         if moves.copies:
             self.ops.copy_blocks(self.kv_cache, moves.copies)
 
@@ -276,7 +295,10 @@ class ModelRunner:
         results: list[Tensor] = []
         wanted = [seq.request.num_logprobs for seq in seqs]
         if seqs:
-            logits = self.model.lm_head(hidden[: len(seqs)])
+            if inputs.logits is None:
+                logits = self.model.lm_head(hidden[: len(seqs)])
+            else:
+                logits = inputs.logits[: len(seqs)]
             if inputs.sampling is None:
                 # the first of equal logits, like argmax, which is four times as slow on a CPU
                 highest, token_ids = logits.max(-1)

@@ -32,6 +32,7 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)  # of each full block, see BlockManager
+    state_slot: int = 0  # of its state, in a hybrid model (chapter 23); 0 is none
     host_table: list[int] = field(default_factory=list)  # its blocks in host memory, if swapped out
     num_host_tokens: int = 0  # tokens in them
     token_counts: Any = None  # see penalties.TokenCounts
@@ -67,6 +68,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_table = []
         self.prefix_ids = []
+        self.state_slot = 0
         self.num_host_tokens = 0
         self.host_table = []
 

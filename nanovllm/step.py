@@ -26,6 +26,7 @@ class StepInputs:
     sampling: Sampling | None = None  # how tokens are drawn; None if each is just the likeliest
     moves: Moves = field(default_factory=Moves)  # of blocks, before the model runs
     last_token_ids: Tensor | None = None  # that the last step drew, if some `input_ids` are pending
+    logits: Tensor | None = None  # [S, vocab_size], if the recorded step has the head in it
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ class StepGraphs:
         self.device = kv_cache.tensor.device
         self.sizes = graph_sizes(limits)
         max_blocks_per_seq = -(-limits.max_model_len // kv_cache.block_size)
+        self.has_states = getattr(model, "states", None) is not None
         self.max_table_blocks = self.sizes[-1] * max_blocks_per_seq
         self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
@@ -76,6 +77,7 @@ class StepGraphs:
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
             context_lens=torch.zeros(size, dtype=torch.int32),
             cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
+            state_slots=torch.zeros(size, dtype=torch.int64) if self.has_states else None,
             block_tables=no_block,
             num_decodes=size,
             max_context=self.limits.max_model_len,

@@ -83,8 +83,8 @@ class Threads:
         self.most = max(1, int(min(len(own_cpus()), quota())))
         is_chosen = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
         # other backends cannot change it
-        is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()
-        self.can_change = is_openmp and not is_chosen
+        self.is_openmp = "backend: OpenMP" in torch.__config__.parallel_info()
+        self.can_change = self.is_openmp and not is_chosen
         self.limit = limit_of_process()
         self.num_others = 0.0  # processors that other programs have used recently
         self.last_look = look()
@@ -106,12 +106,17 @@ class Threads:
     @contextmanager
     def of_step(self, work: float) -> Iterator[None]:
         """Sets the threads for a step with `work` multiplications per layer."""
-        can_change = self.can_change and self.limit > 1
-        if can_change:
+        if self.can_change and self.limit > 1:
             torch.set_num_threads(self.wanted(min(self.limit, self.most), work))
         try:
             yield
         finally:
             self.last_step = time.perf_counter()
-            if can_change:
+            if self.is_openmp:
                 torch.set_num_threads(self.limit)
+
+    def finish_alone(self) -> None:
+        """The rest of a step runs on one thread. PyTorch's others would look for work until the
+        next step, in which other threads need their processors."""
+        if self.is_openmp:
+            torch.set_num_threads(1)

@@ -26,14 +26,19 @@ class CacheShape(NamedTuple):
     def new_cache(self, num_blocks: int, device: torch.device) -> "KVCache":
         """Allocates zeros, so that a read of the wrong slot gives the same result in each run."""
         shape = (2, self.num_layers, num_blocks, *self[1:4])
-        if device.type == "cpu":
-            # anonymous pages are zero and take no memory until they are touched; private ones,
-            # or a process that is forked off would write into them, too
-            is_posix = hasattr(mmap, "MAP_ANONYMOUS")
-            private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_posix else {}
-            pages = mmap.mmap(-1, num_blocks * self.block_bytes, **private)
-            return KVCache(torch.frombuffer(pages, dtype=self.dtype).view(shape))
-        return KVCache(torch.zeros(shape, dtype=self.dtype, device=device))
+        return KVCache(zeros(shape, self.dtype, device))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Does what torch.zeros does. On a CPU, memory is taken when it is first touched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # anonymous pages are zero and take no memory until they are touched; private ones,
+    # or a process that is forked off would write into them, too
+    is_posix = hasattr(mmap, "MAP_ANONYMOUS")
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_posix else {}
+    pages = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, **private)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class KVCache:

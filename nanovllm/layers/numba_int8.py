@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from numba import njit
 
-from nanovllm.layers.numba_kernels import kernel
+from nanovllm.layers.numba_kernels import as_float32, kernel
 
 STEP = np.float32(1 / 127)
 SMALLEST_SCALE = np.float32(1e-30)
@@ -21,13 +21,15 @@ def store_row(row, numbers):
     """Stores the numbers as codes, and returns their scale."""
     largest = ZERO
     zero = ZERO  # NaN, if a number is not finite
-    for x in numbers:
+    for number in numbers:
+        x = as_float32(number)
         largest = max(largest, abs(x))
         zero += x * ZERO
     scale = max(largest * STEP, SMALLEST_SCALE) + zero
     inverse = ONE / scale
     for i in range(len(numbers)):
-        row[i] = np.int8(np.rint(numbers[i] * inverse) if zero == ZERO else ZERO)
+        x = as_float32(numbers[i])
+        row[i] = np.int8(np.rint(x * inverse) if zero == ZERO else ZERO)
     return scale
 
 

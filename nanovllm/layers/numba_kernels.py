@@ -9,12 +9,13 @@ What is a grid on a GPU is a range of programs here, from `begin` to `end`: each
 gets one, see numba_ops.run. A program's sums do not depend on what is beside it. They are in
 float32; a 16-bit result is rounded once, at the end.
 
-All that these kernels call is in this file: numba notices changes of a kernel's file only.
 """
 
 import logging
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from numba import njit, types
@@ -55,6 +56,29 @@ class Cache(FunctionCache):
             function(*args)
         except OSError as error:
             logger.warning("%s: compiled kernels cannot be kept: %s", self.cache_path, error)
+
+    def _index_key(self, signature, codegen):
+        return signature, codegen.magic_tuple(), repr(made_of(self._py_func))
+
+
+@cache
+def checksum(path: str) -> int:
+    return crc32(Path(path).read_bytes())
+
+
+def made_of(function: Callable) -> list:
+    """What a kernel's machine code depends on: the numbers for which it was made, and the files of
+    all kernels that it calls. numba looks at its own file only, and takes the kernels in a closure
+    for others in each process."""
+    code = function.__code__
+    parts = [code.co_name, checksum(code.co_filename)]
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in [*values, *map(function.__globals__.get, code.co_names)]:
+        if hasattr(value, "py_func"):
+            parts.append(made_of(value.py_func))
+        elif isinstance(value, int | float):
+            parts.append(value)
+    return parts
 
 
 def kernel(function: Callable, fastmath: set[str] | bool = FAST_MATH) -> Callable:
@@ -174,11 +198,14 @@ def rescale(numbers, scales, block, kv_head, first, last):
 def store_kv_kernel(k_cache, v_cache, k, v, slots, begin, end):
     """Program t copies the key and value of token t into its slot."""
     block_size = k_cache.shape[1]
+    num_kv_heads, head_dim = k.shape[1:]
     for t in range(begin, end):
         block = slots[t] // block_size
         offset = slots[t] % block_size
-        k_cache[block, offset] = k[t]
-        v_cache[block, offset] = v[t]
+        for head in range(num_kv_heads):  # a slice would take two seconds more to compile
+            for i in range(head_dim):
+                k_cache[block, offset, head, i] = k[t, head, i]
+                v_cache[block, offset, head, i] = v[t, head, i]
 
 
 @cache
@@ -334,7 +361,9 @@ def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_n
                 second = numbers[half + i] * cos + numbers[i] * sin
                 rotated[i] = rounded(first, rotated[i])
                 rotated[half + i] = rounded(second, rotated[i])
-        v[t] = qkv[t, num_heads + num_kv_heads :]
+        for head in range(num_kv_heads):
+            for i in range(head_dim):
+                v[t, head, i] = qkv[t, num_heads + num_kv_heads + head, i]
 
 
 @kernel

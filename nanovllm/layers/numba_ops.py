@@ -27,7 +27,7 @@ from nanovllm.layers.numba_kernels import (
 )
 from nanovllm.layers.ops import Norm
 
-CAN_BE_RECORDED = False
+CAN_BE_RECORDED = True  # see numba_step.py
 IS_COMPILED = True
 SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
 INTEGERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -86,10 +86,8 @@ def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> Non
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
     keys, values = map(array, batch.kv_cache.layers[layer])
-    is_int8 = keys.dtype == np.int8
-    kernel = store_int8_kernel if is_int8 else store_kv_kernel
-    numbers = (array(part.float() if is_int8 else part) for part in (k, v))
-    run(kernel, (keys, values, *numbers, batch.slot_mapping.numpy()), len(k), 0)
+    kernel = store_int8_kernel if keys.dtype == np.int8 else store_kv_kernel
+    run(kernel, (keys, values, array(k), array(v), batch.slot_mapping.numpy()), len(k), 0)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:

@@ -37,8 +37,9 @@ def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     residual.add_(x)
-    normed = F.rms_norm(residual, norm.normalized_shape, norm.weight, norm.eps)
-    return residual, normed
+    weight = norm.weight  # in fp32, if the model's norms are
+    normed = F.rms_norm(residual.to(weight.dtype), norm.normalized_shape, weight, norm.eps)
+    return residual, normed.to(x.dtype)
 
 
 def norm_and_rotate(
@@ -68,7 +69,7 @@ def norm_and_rotate(
     cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
     first = (x1 * cos).addcmul_(x2, sin, value=-1)
     second = (x2 * cos).addcmul_(x1, sin)
-    rotated = torch.cat([first, second], -1).to(qk.dtype)
+    rotated = torch.cat([first, second], -1).to(qkv.dtype)
     q = rotated[:, :heads]
     k = rotated[:, heads:]
     return q, k, v

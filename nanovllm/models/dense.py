@@ -5,14 +5,23 @@ The families differ in three places: Qwen2 has biases on q, k and v; Qwen3 norma
 and k; Qwen3 and Llama may have biases on all products of attention.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
+
+
+def has_states(config) -> bool:
+    """Whether some layers have a state instead of a KV cache: chapter 23."""
+    return config.model_type in HYBRID_TYPES
 
 
 def check_supported(config) -> None:
@@ -128,18 +137,21 @@ class DenseModel(nn.Module):
     """
 
     check = staticmethod(check_supported)
+    states: Any = None  # a StateCache, in a hybrid model (chapter 23)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__()
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
+        self.num_kv_layers = config.num_hidden_layers
+        self.is_tied = config.tie_word_embeddings  # the head has the embedding's weight
         self.rope = rope
         self.model = Decoder(config, ops)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def view(self, tensors):
-        """The tensors of a file, under the names of the parameters."""
-        return tensors
+    @staticmethod
+    def rope_of(config, max_model_len: int) -> Tensor:
+        return rope_table(config, head_dim_of(config), max_model_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

@@ -236,6 +236,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
         "rotate_and_store",
         "silu_and_mul",
         "cutoff",
+        "delta",
         "weigh",
         "sample",
     }

@@ -219,7 +219,8 @@ def test_a_special_token_in_stop_ends_the_answer():
 
 
 def test_logits_that_are_not_finite_end_their_request_only(monkeypatch):
-    llm = LLM(num_blocks=99, device="cpu", enable_prefix_caching=False)
+    options = {"enable_prefix_caching": False, "enforce_eager": True}  # the head is a call
+    llm = LLM(num_blocks=99, device="cpu", **options)
     head = llm.runner.model.lm_head.forward
 
     prompts = ["12 + 30 =", "Once upon a time"]

@@ -226,6 +226,24 @@ def test_fp8(is_sharded, sizes, tmp_path):
         check_near(llm, model, most)
 
 
+@pytest.mark.parametrize("settings", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
+@torch.inference_mode()
+def test_a_hybrid_model_with_the_names_of_a_vision_model(settings, tmp_path):
+    sizes = SIZES | {"family": "qwen3_5_text", "linear_num_value_heads": 8}
+    path, model = written(tmp_path, sizes=sizes | {"linear_value_head_dim": 16}, **settings)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}, file
+    )
+    llm = LLM(path, **OPTIONS)
+    for module in llm.runner.model.modules():
+        if isinstance(module, Linear) and module.weight.is_meta:  # without rounded activations
+            weight = dequantized(module.product.keywords["product"].keywords["weight"]).cpu()
+            module.product = lambda x, _, bias, weight=weight: x @ weight.T
+    check_near(llm, model, 1e-3)
+
+
 # --- what is refused ---
 
 NOT_ONE_OF = [  # settings, the field that is refused, and what it must be one of

@@ -11,6 +11,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -34,11 +36,20 @@ SHAPE = dict(
 )
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8}
 EXPERTS |= {"num_experts_per_tok": 3, "norm_topk_prob": True}
+HYBRID = dict(
+    num_hidden_layers=4,  # three with a state, then one with a KV cache
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
 
 
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
     own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
+    own["qwen3_5_text"] = HYBRID
     settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -46,6 +57,7 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
+        "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_cls(config_cls(**settings)).eval()
@@ -53,7 +65,9 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
         model.set_experts_implementation("eager")  # the others need operations that ttsem lacks
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if family == "qwen3_5_text" and ("norm" in name or parameter.dim() == 1):
+                parameter.uniform_(-0.5, 0.5)  # of 1 + weight, and of decays
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.5 if "bias" in name else 0.2)

@@ -32,6 +32,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.experts import Pairs
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
+from nanovllm.topics.hybrid import triton_delta
 from nanovllm.topics.quantization import triton_experts as triton_codes
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups
@@ -96,7 +97,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     launches: list[Launch] = []
     with ExitStack() as stack:
         modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_product)
-        modules += (triton_experts, triton_codes)
+        modules += (triton_delta, triton_experts, triton_codes)
         for module in modules:
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
@@ -109,6 +110,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             launch_layers(half)
             launch_products(half)
             launch_experts(half)
+            launch_delta()
     return launches
 
 
@@ -163,6 +165,14 @@ def launch_experts(half: Any) -> None:
     triton_codes.product(x, x, pairs, Groups(codes, scales, zeros), 128)
     rows = empty(128 * num_out, 1, num_in, dtype=torch.int8)
     triton_codes.product(x, x, pairs, Groups(rows, empty(128 * num_out, 1), None), 128)
+
+
+def launch_delta() -> None:
+    """Sizes are Qwen3.5-0.8B's: 16 heads of 128 numbers, and channels for q, k and v."""
+    gates, states = empty(32, 16), empty(33, 16, 128, 128)
+    is_new = empty(32, dtype=torch.bool)
+    qkv = empty(32, 3 * 16 * 128)
+    triton_delta.decode(qkv, gates, gates, (16, 128), states, longs(32), is_new)
 
 
 def compiled(launch: Launch, capability: int) -> Any:

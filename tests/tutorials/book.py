@@ -18,10 +18,11 @@ FIGURES = TUTORIALS / "figures"
 WORDS = {  # of a first reading: outside code, tables and second readings
     **{"00_overview": 1200, "01_ladder": 2300, "02_blocks": 2200, "03_scheduler": 2100},
     **{"04_preemption": 1700, "05_model": 2600, "06_attention": 1900, "07_step": 1500},
-    **{"08_sampler": 1900, "09_engine": 2200, "10_kernels": 2200, "11_graphs": 1800},
+    **{"08_sampler": 1900, "09_engine": 2200, "10_kernels": 2200, "11_graphs": 2500},
     **{"12_performance": 1500, "13_samples": 1300, "14_simulator": 1900, "15_believe": 1300},
     **{"16_policies": 2400, "17_serving": 2200, "18_parallel": 2400, "19_replicas": 2300},
     **{"20_vattention": 2000, "21_quantization": 1800, "22_speculative": 1300},
+    **{"23_hybrid": 1800},
 }
 CHAPTERS = sorted(TUTORIALS.glob("[0-9]*.md"))
 SOLUTION = re.compile(r"^```python \(solution (\d\d\.\d)\)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -42,6 +43,7 @@ def needs_of(number: str) -> None:
         if problem:
             pytest.skip(problem)
         needs("triton")
+    if number in ("10", "11"):
         needs("numba")
 
 

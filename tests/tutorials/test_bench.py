@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import SHAPE, greedy
+from checkpoints import SHAPE, greedy, new_model, save
 from transformers import AutoModelForCausalLM
 
 import bench
@@ -25,6 +25,7 @@ from nanovllm.model_runner import ModelRunner
 from tutorials.measure import engines, tables
 from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Job, Loop, Nanovllm
+from tutorials.measure.peers import ENGINES
 from tutorials.measure.turns import Worker
 from tutorials.report import BIN, summary
 from tutorials.simulation.requests import Request, make_requests, read_trace
@@ -241,6 +242,31 @@ def test_a_round_has_prompts_of_its_own(fake_python, tmp_path):
     with Worker(fake_python, job, tmp_path) as worker:
         worker.answer()
         assert "did not get as many tokens" in worker.ask("round", 0)["error"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_llama_cpp_computes_the_same_model(tmp_path, family):
+    """Up to float16, each of its tokens is as likely as the likeliest. In 8 bits, too, but less so."""
+    for needed in ("gguf", "llama_cpp"):
+        pytest.importorskip(needed)
+    model = new_model(family, hidden_size=64, intermediate_size=96)
+    requests = [Request([3, 1, 4, 1, 5], 6), Request([9], 9), Request([2, 6], 1)]
+    job = Job(save(model, tmp_path), requests=requests, threads=2)
+    logits = []
+    for name in ("llama.cpp", "llama.cpp-q8_0", "llama.cpp-q4_1"):
+        engine = ENGINES[name](job)
+        answers = engine.run(requests)
+        assert [len(a.token_ids) for a in answers] == [6, 9, 1] and engine.run(requests) == answers
+        (prompt, *_), (tokens, *_) = requests[0], answers[0]
+        with torch.inference_mode():
+            right = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        engine.run([Request(prompt, 1)])
+        logits.append((torch.from_numpy(engine.logits(4)) - right[0]).std() / right.std())
+        if name == "llama.cpp":
+            assert (right.max(1).values - right[range(6), tokens]).max() < 0.03 * right.std()
+    assert logits[0] < 0.01 and logits[0] < logits[1] < logits[2] < 0.5
+    with pytest.raises(ValueError, match="temperature 0.5: llama.cpp runs here with 0 only"):
+        ENGINES["llama.cpp"](new_job(temperature=0.5))
 
 
 @pytest.mark.slow

@@ -362,6 +362,20 @@ def test_guesses_steps():
     assert "In step 10, its draft is wrong." in page("22_speculative")
 
 
+def test_hybrid():
+    """Bytes of a request of 8,000 tokens, and a decode at 32,000: what the chapter prints, and its table."""
+    seconds = json.loads((TUTORIALS / "results" / "cpu_hybrid.json").read_bytes())["seconds"]
+    attention, hybrid = (
+        round(1000 * seconds[name]["32000"], 1) for name in ("attention", "hybrid")
+    )
+    text = page("23_hybrid")
+    assert f"| 32,000 | {attention} ms | {hybrid} ms |" in text and "300 MiB in all" in text
+    check_picture("hybrid_decode", f" in 2, and states in 6:\n {hybrid:.0f} ms")
+    check_picture(
+        "hybrid_bytes", " attention in 32 layers:\n 1,000 MiB", " in 8, and states in 24:\n 300 MiB"
+    )
+
+
 # --- what the simulator says ---
 
 

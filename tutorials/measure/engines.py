@@ -32,6 +32,7 @@ class Job:
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     batch_tokens: int | None = None
+    threads: int | None = None
 
     def __post_init__(self):
         self.requests = [Request(*request) for request in self.requests]

@@ -3,12 +3,15 @@
 import os
 import sys
 import time
+from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from tutorials.machine import ROOT
 from tutorials.measure.engines import Answer, Job, Loop, Nanovllm
+from tutorials.measure.gguf_file import write_gguf
 from tutorials.simulation.requests import Request
 
 # Nothing else up here: a worker imports this file in the environment of any engine.
@@ -189,6 +192,72 @@ class NanovllmOriginal:
         ]
 
 
+class LlamaCpp:
+    """llama.cpp by its C API, greedy: a sequence for each request, all prompts in one batch. The
+    time in which its file is written does not count as start-up."""
+
+    packages, module = ("llama-cpp-python",), "llama_cpp"
+    has_arrivals = False
+    form = "f16"
+
+    def __init__(self, job: Job):
+        import llama_cpp as api
+
+        if job.temperature > 0:
+            raise ValueError(f"temperature {job.temperature:g}: llama.cpp runs here with 0 only")
+        self.api, begin = api, time.time()
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "f16")
+            write_gguf(Path(job.model), path)
+            if self.form != "f16":
+                options = api.llama_model_quantize_default_params()
+                options.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{self.form.upper()}")
+                path = Path(folder, self.form)
+                api.llama_model_quantize(f"{folder}/f16".encode(), bytes(path), byref(options))
+            job.started += time.time() - begin
+            options = api.llama_model_default_params()
+            self.model = api.llama_model_load_from_file(bytes(path), options)
+        options = api.llama_context_default_params()
+        options.n_seq_max = len(job.requests)
+        options.n_batch = sum(len(r.prompt) for r in job.requests)
+        options.n_ctx = len(job.requests) * max(len(r.prompt) + r.max_tokens for r in job.requests)
+        options.n_threads = options.n_threads_batch = job.threads
+        self.context = api.llama_init_from_model(self.model, options)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp has no context for {len(job.requests)} requests")
+        self.batch = api.llama_batch_init(options.n_batch, 0, 1)
+
+    def run(self, requests: list[Request]) -> list[Answer]:
+        api, batch = self.api, self.batch
+        api.llama_memory_clear(api.llama_get_memory(self.context), True)
+        answers: list[list[int]] = [[] for _ in requests]
+        new = [(i, *pair) for i, r in enumerate(requests) for pair in enumerate(r.prompt)]
+        while new:
+            last = {i: row for row, (i, _, _) in enumerate(new)}  # the last row of each request
+            for row, (i, position, token) in enumerate(new):
+                batch.token[row], batch.pos[row], batch.logits[row] = (
+                    token,
+                    position,
+                    row == last[i],
+                )
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, i
+            batch.n_tokens = len(new)
+            if api.llama_decode(self.context, batch) != 0:
+                raise RuntimeError("llama.cpp could not compute a batch")
+            for i, row in last.items():
+                answers[i].append(int(self.logits(row).argmax()))
+            left = [i for i in last if len(answers[i]) < requests[i].max_tokens]
+            new = [(i, len(requests[i].prompt) + len(answers[i]) - 1, answers[i][-1]) for i in left]
+        return [Answer(tokens) for tokens in answers]
+
+    def logits(self, row: int):
+        """[vocab_size] of a row of the last batch, the last of a request."""
+        from numpy.ctypeslib import as_array
+
+        size = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        return as_array(self.api.llama_get_logits_ith(self.context, row), (size,))
+
+
 ENGINES = {
     "nanovllm": Nanovllm,
     # in plain PyTorch: what runs on a CPU where the extra `cpu` is missing
@@ -200,4 +269,7 @@ ENGINES = {
     "vllm": Vllm,
     "vllm-w8a8": Vllm,  # with a checkpoint in 8 bits
     "nanovllm-original": NanovllmOriginal,
+    "llama.cpp": LlamaCpp,
+    "llama.cpp-q8_0": type("LlamaCppQ8", (LlamaCpp,), {"form": "q8_0"}),
+    "llama.cpp-q4_1": type("LlamaCppQ4", (LlamaCpp,), {"form": "q4_1"}),
 }

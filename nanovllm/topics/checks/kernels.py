@@ -46,7 +46,7 @@ def check_kernels(runner: Any) -> None:
 
     decoder = runner.model.model
     layers = decoder.layers
-    decoder.layers = layers[:LAYERS]
+    decoder.layers = layers[-LAYERS:]  # in a hybrid model, one of each kind
     both = step_of(runner, num_blocks, [1, 20])
     expected = hidden_states(runner, both, torch_ops)
     for name in OPERATIONS:
@@ -54,6 +54,11 @@ def check_kernels(runner: Any) -> None:
         if name == "paged_attention":
             mixed.layout = own["layout"]
         errors[name] = error(hidden_states(runner, both, mixed), expected)
+    if runner.model.states:
+        mixed = SimpleNamespace(**vars(torch_ops))
+        mixed.__name__ = own["__name__"]  # by which its kernels are chosen
+        hidden = hidden_states(runner, both, mixed)
+        errors["the delta rule"] = error(hidden, expected)
     decoder.layers = layers
     use(runner.ops, runner.model)
 

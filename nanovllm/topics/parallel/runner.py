@@ -27,7 +27,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.loader import load_config
 from nanovllm.model_runner import Drawn, ModelRunner
-from nanovllm.models.dense import DenseModel
+from nanovllm.models.dense import DenseModel, has_states
 from nanovllm.options import refusal
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
@@ -62,6 +62,8 @@ class Head(NamedTuple):
     num_out: int = 0  # of the moves of blocks, those to the host ...
     num_in: int = 0  # ... and from it
     num_moves: int = 0
+    num_state_copies: int = 0  # of the moves, which come last
+    num_slots: int = 0  # of states
 
     @classmethod
     def of(cls, message: Tensor) -> Head:
@@ -73,6 +75,7 @@ class Head(NamedTuple):
         of blocks, and the other tensors of the batch."""
         of_tokens = [self.num_tokens] * 3
         of_batch = [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
+        of_batch.append(self.num_slots)
         return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves, *of_batch]
 
 
@@ -81,6 +84,8 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
     batch = step.batch
     moves = step.moves
     pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
+    pairs += moves.state_copies
+    slots = torch.zeros(0) if batch.state_slots is None else batch.state_slots
     head = Head(
         num_tokens=len(step.input_ids),
         num_seqs=len(batch.context_lens),
@@ -92,9 +97,12 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
         num_out=len(moves.swaps_out),
         num_in=len(moves.swaps_in),
         num_moves=len(pairs),
+        num_state_copies=len(moves.state_copies),
+        num_slots=len(slots),
     )
     of_tokens = [step.input_ids, step.positions, batch.slot_mapping]
     of_batch = [batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables]
+    of_batch.append(slots.long())
     numbers = torch.tensor([*chain(*pairs)], dtype=torch.int64)
     message = torch.cat([torch.tensor(head), *of_tokens, step.sampled_rows, numbers, *of_batch])
     return F.pad(message, [0, max(0, FIRST - len(message))])
@@ -103,7 +111,7 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
 def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
     parts = message[: sum(head.sizes)].split(head.sizes)
     _, input_ids, positions, slot_mapping, sampled_rows, numbers, *of_batch = parts
-    cu_seqlens_q, context_lens, cu_blocks, block_tables = [part.int() for part in of_batch]
+    cu_seqlens_q, context_lens, cu_blocks, block_tables, slots = [part.int() for part in of_batch]
     batch = Batch(
         kv_cache,
         slot_mapping,
@@ -113,18 +121,30 @@ def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
         block_tables,
         head.num_decodes,
         head.max_context,
+        state_slots=slots.long() if head.num_slots else None,
     )
     pairs = [(source, target) for source, target in numbers.view(-1, 2).tolist()]
     end_of_in = head.num_out + head.num_in
+    end_of_copies = head.num_moves - head.num_state_copies
     moves = Moves(
         swaps_out=dict(pairs[: head.num_out]),
         swaps_in=dict(pairs[head.num_out : end_of_in]),
-        copies=pairs[end_of_in:],
+        copies=pairs[end_of_in:end_of_copies],
+        state_copies=pairs[end_of_copies:],
     )
     return StepInputs(input_ids, positions, batch, sampled_rows, moves=moves)
 
 
 # --- runners ---
+
+
+def shard_of(config, rank: int, size: int) -> Shard:
+    """A rank's part of a model of any family."""
+    if has_states(config):
+        from nanovllm.topics.parallel.hybrid import HybridShard  # chapter 23
+
+        return HybridShard(config, rank, size)
+    return Shard(config, rank, size)
 
 
 class RankRunner(ModelRunner):
@@ -139,7 +159,7 @@ class RankRunner(ModelRunner):
         self.graphs = None  # before the process group, which might wait for them
 
     def load(self, path: Path, hf_config, *options) -> DenseModel:
-        shard = Shard(hf_config, self.group.rank, self.group.size)
+        shard = shard_of(hf_config, self.group.rank, self.group.size)
         model = super().load(path, shard.config, *options, shard.read)
         shard.join(model, self.group, hf_config.vocab_size)
         self.group.meet("loaded")
@@ -252,7 +272,7 @@ def new_runner(
     """The runner of rank 0. In another rank that torchrun has started, this follows rank 0 and then
     ends the process."""
     size = config.tensor_parallel_size
-    Shard(hf_config, 0, size)  # can it be divided?
+    shard_of(hf_config, 0, size)  # can it be divided?
     if not hasattr(os, "register_at_fork"):
         raise refusal("tensor_parallel_size", size, "ranks run on Linux and macOS only")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -16,6 +16,13 @@ from nanovllm.config import check_heads
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
 
+SUMMED = (
+    "o_proj",
+    "out_proj",
+    "mlp.down_proj",
+    "experts",
+)  # layers of which each rank has a summand
+
 
 class Part:
     """The rows of one rank, of `length` rows in all: the part with this index, of `count` equal
@@ -121,7 +128,7 @@ class Shard:
 
         model.model.embed_tokens = Embedding(model.model.embed_tokens.weight, group)  # type: ignore
         for name, module in model.named_modules():
-            if name.endswith(("o_proj", "mlp.down_proj", "experts")):
+            if name.endswith(SUMMED):
                 module.register_forward_hook(add_up)
         model.lm_head.register_forward_hook(gather)
 

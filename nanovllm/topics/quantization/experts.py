@@ -23,10 +23,9 @@ def product_for(weight: Groups, num_experts: int, backend: str, product_of: Call
     for first in range(0, len(weight.scales), size):
         matrix = rows_of(weight, slice(first, first + size))
         products.append(product_of(matrix, backend))
-    plain = partial(one_by_one, products=products)
     if weight.zeros is not None and backend.endswith("numba_ops"):
-        return partial(few_pairs, weight=weight, num_out=size, otherwise=plain)
-    return plain
+        return partial(few_pairs, weight=weight, products=products)
+    return partial(one_by_one, products=products)
 
 
 def rows_of(weight: Groups, rows: slice) -> Groups:
@@ -46,22 +45,13 @@ def one_by_one(x: Tensor, _: Tensor, pairs: Pairs, products: list) -> Tensor:
     return result.to(x.dtype)
 
 
-def few_pairs(
-    x: Tensor,
-    _: Tensor,
-    pairs: Pairs,
-    weight: Groups,
-    num_out: int,
-    otherwise: Product,
-) -> Tensor:
+def few_pairs(x: Tensor, _: Tensor, pairs: Pairs, weight: Groups, products: list) -> Tensor:
     """One kernel for all experts, in 4 bits, if there are few pairs of each."""
-    from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_rows
+    from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_pairs
 
-    num_experts = len(weight.scales) // num_out
+    num_experts = len(products)
     if len(pairs.rows) > FEW_ROWS * num_experts:
-        return otherwise(x, _, pairs)
-    rows = pairs.rows.numpy()
-    experts = pairs.experts.numpy()
-    firsts = experts * num_out
-    result = product_of_rows(x, weight, rows, firsts, num_out)
+        return one_by_one(x, _, pairs, products)
+    counts = pairs.experts.bincount(minlength=num_experts)
+    result = product_of_pairs(x[pairs.rows], weight, counts.cumsum(0))
     return result.to(x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanovllm.config import Config
 from nanovllm.device.onednn import trim, use_onednn
 from nanovllm.layers.linear import Linear
-from nanovllm.models.dense import head_dim_of
+from nanovllm.models.dense import has_states, head_dim_of
 from nanovllm.topics.quantization import int8
 from nanovllm.topics.quantization.checkpoints import groups_of
 from nanovllm.topics.quantization.groups import (
@@ -51,6 +51,9 @@ def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
     for name in ("intermediate_size", "moe_intermediate_size"):
         if hasattr(hf_config, name):
             widths.append(-(-getattr(hf_config, name) // num_ranks))
+    if has_states(hf_config):
+        values = hf_config.linear_num_value_heads * hf_config.linear_value_head_dim
+        widths.append(values // num_ranks)
     for width in widths:
         if width % group:
             why = f"groups of {group} numbers do not divide rows of {width}"
@@ -74,7 +77,7 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
     else:
         num_experts = getattr(linear, "num_experts", None)
         if num_experts is None:
-            linear.product = partial(multiply, product=product_for(weight, backend))
+            use_groups(linear, weight, backend)
         else:
             from nanovllm.topics.quantization import experts
 
@@ -82,6 +85,18 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
         # the product holds it; of the parameter, the shape is left
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
         trim()
+
+
+def use_groups(linear: Linear, weight: Groups, backend: str) -> None:
+    """Lets the layer multiply with the groups."""
+    linear.product = partial(multiply, product=product_for(weight, backend))
+    if backend.endswith("numba_ops"):
+        from nanovllm.topics.quantization import numba_product
+
+        held = linear.product.keywords["product"].keywords
+        # for device/numba_graphs.py
+        linear.form = numba_product.form_of(weight)  # type: ignore[assignment]
+        linear.groups = partial(groups_in, **held)  # type: ignore[assignment]
 
 
 def joined(parts: list[Groups]) -> Groups:
@@ -112,3 +127,11 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Product) -> Ten
     if bias is not None:
         result += bias
     return result.to(x.dtype)
+
+
+def groups_in(weight: Groups | None = None, **parts: Tensor) -> Groups:
+    """The weight that a product holds: a copy, if oneDNN has it in a layout of its own."""
+    if weight is not None:
+        return weight
+    codes = parts["packed"].to_dense().T.contiguous()
+    return Groups(codes.unsqueeze(1), parts["scales"].unsqueeze(1), None)

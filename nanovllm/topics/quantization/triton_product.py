@@ -95,25 +95,13 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     num_rows, num_in = x.shape
     num_out, num_groups = weight.scales.shape
     group_size = num_in // num_groups
-    has_zeros = weight.zeros is not None
     grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(num_out, OUT))
     out = x.new_empty(num_rows, num_out)
+    zeros = weight.scales if weight.zeros is None else weight.zeros  # scales are not read
     product_kernel[grid](
-        out,
-        x,
-        weight.codes,
-        weight.scales,
-        weight.zeros if has_zeros else weight.scales,  # which are not read
-        num_rows,
-        num_out,
-        num_in,
-        num_groups,
-        group_size,
-        ROWS,
-        OUT,
-        numbers_of(x, group_size),
-        4 if has_zeros else 8,
-    )
+        out, x, weight.codes, weight.scales, zeros, num_rows, num_out, num_in, num_groups, group_size,
+        ROWS, OUT, numbers_of(x, group_size), 8 if weight.zeros is None else 4,
+    )  # fmt: skip
     return out
 
 

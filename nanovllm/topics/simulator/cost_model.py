@@ -36,6 +36,7 @@ SHAPES = {  # of real models
         ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, False, 151936, 40960),
         ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, False, 152064, 32768),
         ("qwen3-30b-a3b", "qwen3_moe", 2048, 6144, 48, 32, 4, 128, False, 151936, 40960),
+        ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, True, 49152, 8192),
     )
 }
 SHAPES["qwen3-30b-a3b"] |= dict(
@@ -183,8 +184,8 @@ LINKS = {
 
 
 def shape_of(config, itemsize: int) -> Shape:
-    """The shape of a Qwen2, Qwen3 or Qwen3-MoE model from its Hugging Face config, a dict or an
-    object; `itemsize` in bytes."""
+    """The shape of a Qwen (dense or with experts) or Llama model from its Hugging Face config, a
+    dict or an object; `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -193,7 +194,8 @@ def shape_of(config, itemsize: int) -> Shape:
     layers = config["num_hidden_layers"]
     qkv = (heads + 2 * kv_heads) * head_dim
     attention = hidden * qkv + heads * head_dim * hidden
-    attention += qkv if config["model_type"] == "qwen2" else 2 * head_dim  # biases, or norms
+    norms = {"qwen3": 2 * head_dim, "qwen3_moe": 2 * head_dim, "qwen2": qkv}  # or biases
+    attention += norms.get(config["model_type"], 0)
     mlp = 3 * hidden * config["intermediate_size"]
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     every = config.get("decoder_sparse_step", 1)

@@ -1,0 +1,228 @@
+"""A decode of few sequences bound to a model: on a CPU, what cuda_graphs.py is on a GPU. The step
+itself is in layers/numba_step.py."""
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core import config
+from torch import Tensor, nn
+
+from nanovllm.device.threads import Threads
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.numba_int8 import store_int8_kernel
+from nanovllm.layers.numba_kernels import store_kv_kernel
+from nanovllm.layers.numba_ops import SMALL, array
+from nanovllm.layers.numba_step import (
+    PLAIN,
+    Form,
+    Forms,
+    Inputs,
+    Memory,
+    Model,
+    Weights,
+    new_rows,
+    step_kernel,
+)
+from nanovllm.models.dense import DenseModel
+from nanovllm.step import StepInputs
+
+logger = logging.getLogger(__name__)
+
+FEW = 4  # sequences: with more, oneDNN's products are worth the calls between them
+MOST_COPIED = 2**30  # bytes of weights that are kept in two forms
+NEVER = 2**62
+NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales and zeros
+
+
+class NumbaStep:
+    """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
+
+    sizes = (FEW,)  # one function serves all numbers of sequences up to this one
+
+    def __init__(self, model: DenseModel, kv_cache: KVCache, threads: Threads, forms: Forms):
+        self.threads = threads
+        self.hooks = [module._forward_hooks for module in model.modules()]
+        self.hooks += [module._forward_pre_hooks for module in model.modules()]
+        self.pool: ThreadPoolExecutor | None = None
+        self.process = 0  # whose threads the pool has
+        decoder = model.model
+        layers: Any = decoder.layers
+        attention = layers[0].self_attn
+        embedding = decoder.embed_tokens.weight
+        weights = partial(weights_of, layers)
+        norms = partial(norms_of, layers)
+        self.model = Model(
+            embedding=array(embedding),
+            rope=array(model.rope),
+            first_norms=norms("input_layernorm"),
+            qkv=weights("self_attn.qkv_proj"),
+            q_norms=norms("self_attn.q_norm"),
+            k_norms=norms("self_attn.k_norm"),
+            out=weights("self_attn.o_proj"),
+            second_norms=norms("post_attention_layernorm"),
+            gate_up=weights("mlp.gate_up_proj"),
+            down=weights("mlp.down_proj"),
+            last_norm=array(decoder.norm.weight),
+            head=weights_of([model], "lm_head", embedding if has_tied_head(model) else None),
+            cache=array(kv_cache.tensor),
+            eps=np.float32(decoder.norm.eps),
+            scale=np.float32(attention.scale),
+        )
+        num_heads, kv_heads, _ = attention.sizes
+        head_dim = attention.head_dim
+        self.step = step_kernel(
+            head_dim,
+            num_heads // kv_heads,
+            attention.q_norm is not None,
+            store_int8_kernel if kv_cache.tensor.dtype == torch.int8 else store_kv_kernel,
+            forms,
+        )
+        # the numbers of a step, which the next one overwrites
+        new = partial(decoder.norm.weight.new_zeros, FEW)
+        size = len(decoder.norm.weight)
+        middle = self.model.gate_up.codes.shape[1] // 2
+        heads = new(num_heads + 2 * kv_heads, head_dim)
+        attended = new(num_heads, head_dim)
+        self.last = new(size)
+        self.logits = new(model.lm_head.weight.shape[0])
+        self.memory = Memory(
+            residual=array(new(size)),
+            added=array(new(size)),
+            cos_sin=array(new(head_dim).float()),
+            hidden=new_rows(new(size), forms.qkv),
+            qkv=array(heads.flatten(1)),
+            heads=array(heads),
+            q=array(new(num_heads, head_dim)),
+            k=array(new(kv_heads, head_dim)),
+            v=array(new(kv_heads, head_dim)),
+            attended=array(attended),
+            flat=new_rows(attended.flatten(1), forms.out),
+            gate_up=array(new(2 * middle)),
+            middle=new_rows(new(middle), forms.down),
+            last=new_rows(self.last, forms.head),
+            logits=array(self.logits),
+        )
+
+    def record(self, size: int) -> None:
+        """Compiles the function: runs it for one sequence, in the first block."""
+        zero = np.zeros(1, np.int32)
+        number = np.zeros(1, np.int64)
+        self._call(Inputs(number, number, number, zero + 1, np.zeros(2, np.int32), zero))
+
+    def size_for(self, step: StepInputs) -> int | None:
+        """The number of sequences; None if another way must compute the step: it has chunks, or
+        a hook looks at a layer."""
+        num_seqs = len(step.batch.context_lens)
+        has_chunks = step.batch.num_decodes < num_seqs
+        return None if has_chunks or num_seqs > FEW or any(self.hooks) else num_seqs
+
+    def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
+        """Hidden states of a step, and the step with its logits."""
+        step.fill_in_pending()
+        batch = step.batch
+        slots, contexts = batch.slot_mapping, batch.context_lens
+        tables = (batch.cu_blocks, batch.block_tables)
+        arrays = map(array, (step.input_ids, step.positions, slots, contexts, *tables))
+        self._call(Inputs(*arrays))
+        self.threads.finish_alone()
+        step.logits = self.logits[step.sampled_rows]
+        return self.last[:size], step
+
+    def _call(self, inputs: Inputs) -> None:
+        work = self.model.gate_up.codes.size * len(inputs.ids)
+        num_threads = torch.get_num_threads() if work >= SMALL else 1
+        clocks = np.zeros(num_threads, np.int64)
+        call = partial(self.step, inputs, self.model, self.memory, clocks)
+        others = []
+        try:
+            for thread in range(1, num_threads):
+                others.append(self._threads().submit(call, thread))
+            call(0)
+        finally:  # an interrupt may come before the call: then the others must not wait for it
+            clocks[0] = NEVER
+            for other in others:
+                other.result()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """The engine's own threads, so that all of a step run. A forked process has none of them."""
+        if self.process != os.getpid():
+            self.process = os.getpid()
+            self.pool = ThreadPoolExecutor(torch.get_num_threads(), "step")
+        assert self.pool is not None
+        return self.pool
+
+
+def bind(model: Any, kv_cache: KVCache, threads: Any) -> NumbaStep | None:
+    """A NumbaStep; None if there is none for this model, or if it would copy too much."""
+    if type(model) is not DenseModel or config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return None
+    head = form_of(model.lm_head)
+    found = {(*map(form_of, linears_of(layer)), head) for layer in model.model.layers}
+    forms = Forms(*found.pop())  # type: ignore[arg-type]
+    if found or None in forms or forms.qkv != forms.gate_up:
+        return None
+    num_bytes = sum(map(row_bytes, linears_of(model.model if has_tied_head(model) else model)))
+    copied = f"a second form of the weights takes {num_bytes / 2**20:,.0f} MiB"
+    if num_bytes > MOST_COPIED:
+        most = f"more than {MOST_COPIED / 2**20:,.0f}"
+        logger.info("decodes run layer by layer: %s, %s", copied, most)
+        return None
+    logger.info("a decode of 1 to %d sequences is one call: %s", FEW, copied)
+    return NumbaStep(model, kv_cache, threads, forms)
+
+
+def linears_of(module: nn.Module) -> list[Linear]:
+    """The linear layers, in the order of Forms."""
+    return [one for one in module.modules() if isinstance(one, Linear)]
+
+
+def form_of(linear: Linear) -> Form | None:
+    """How the layer's weight is kept; None if there is no kernel for it."""
+    return getattr(linear, "form", None) if linear.weight.is_meta else PLAIN
+
+
+def has_tied_head(model: DenseModel) -> bool:
+    """Whether the head's rows are those of the embedding."""
+    return model.is_tied and form_of(model.lm_head) is PLAIN
+
+
+def row_bytes(linear: Linear) -> int:
+    """What the weight takes as rows. One in 4 bits counts as if it had 8."""
+    return linear.weight.numel() * (1 if linear.weight.is_meta else linear.weight.itemsize)
+
+
+def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = None) -> Weights:
+    """A product's weights in all layers, or the plain weight that the only layer has."""
+    linears = [*map(attrgetter(name), layers)]
+    rows = [rows_of(linear) if plain is None else (plain, *NOTHING) for linear in linears]
+    none = torch.zeros(0, dtype=linears[0].weight.dtype)
+    biases = [none if linear.bias is None else linear.bias for linear in linears]
+    return Weights(*map(stacked, [*zip(*rows), biases]))
+
+
+def rows_of(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of a weight."""
+    weight = linear.weight
+    if weight.is_meta:
+        codes, scales, zeros = linear.groups()  # type: ignore[operator]
+        return codes, scales, NOTHING[1] if zeros is None else zeros
+    return (weight.to_dense() if weight.is_mkldnn else weight), *NOTHING
+
+
+def norms_of(layers: Sequence[nn.Module], name: str) -> np.ndarray:
+    """The weights of a norm in all layers [layers, size], or [layers, 0]."""
+    norms = map(attrgetter(name), layers)
+    return stacked([torch.zeros(0) if norm is None else norm.weight for norm in norms])
+
+
+def stacked(tensors: Sequence[Tensor]) -> np.ndarray:
+    """[layers, ...]. A single one is not copied."""
+    return array(torch.stack([*tensors]) if len(tensors) > 1 else tensors[0].unsqueeze(0))

@@ -1,0 +1,240 @@
+"""The decode of a few sequences in one call: what a CUDA graph is on a GPU.
+
+`step` is the whole model on a page, in compiled Python. It calls the kernels that numba_ops calls
+layer by layer, on memory that was bound once. Each thread runs all of it: it computes its share of
+a kernel's programs, and waits for the others where the next kernel reads their numbers.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from nanovllm.layers.numba_kernels import (
+    ZERO,
+    add_and_norm_kernel,
+    as_float32,
+    decode_kernel,
+    inlined,
+    kernel,
+    norm_and_rotate_kernel,
+    rounded,
+    silu_and_mul_kernel,
+)
+from nanovllm.layers.numba_ops import array
+
+LOOKS = 2000  # at the clock of another thread, before it may have the processor
+
+
+Inputs = namedtuple("Inputs", "ids positions slots contexts cu_blocks block_tables")  # see Batch
+Model = namedtuple(
+    "Model",
+    "embedding rope first_norms qkv q_norms k_norms out second_norms gate_up down last_norm head "
+    "cache eps scale",
+)
+Memory = namedtuple(
+    "Memory",
+    "residual added cos_sin hidden qkv heads q k v attended flat gate_up middle last logits",
+)
+
+
+class Rows(NamedTuple):
+    """The input of a product: a row for each sequence, and the same in integers."""
+
+    x: np.ndarray  # [T, in]
+    grouped: np.ndarray  # the same memory [T, groups, group]
+    integers: np.ndarray  # int16 [T, groups, group], with zeros behind an odd number of groups
+    scales: np.ndarray  # fp32 [T, groups]
+    sums: np.ndarray  # int32 [T, groups], of the integers
+
+
+class Weights(NamedTuple):
+    """The weights of one product in all layers. What their form does not have is empty."""
+
+    codes: np.ndarray  # [layers, out, in], with 4 bits [layers, out, pairs of groups, group]
+    scales: np.ndarray  # fp32 [layers, out, groups]
+    zeros: np.ndarray  # uint8 [layers, out, groups]
+    biases: np.ndarray  # [layers, out]
+
+
+class Form(NamedTuple):
+    """How a weight is kept, and the kernels for it."""
+
+    prepare: Callable  # (rows, begin, end): program t makes the integers of row t
+    multiply: Callable  # (out, rows, weights, layer, num_rows, begin, end): o is a row of weights
+    group: int = 0  # the numbers of a row that share a scale; 0: all
+
+
+# --- threads ---
+
+
+@intrinsic
+def set_clock(typing_context, clocks, thread, time):
+    """clocks[thread] = time, behind all that this thread has written."""
+
+    def code(context, builder, signature, arguments):
+        numbers = context.make_array(clocks)(context, builder, arguments[0])
+        own = builder.gep(numbers.data, [arguments[1]])
+        builder.store_atomic(arguments[2], own, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(clocks, types.int64, types.int64), code
+
+
+@intrinsic
+def clock_of(typing_context, clocks, thread):
+    """clocks[thread], before all that this thread reads next."""
+
+    def code(context, builder, signature, arguments):
+        numbers = context.make_array(clocks)(context, builder, arguments[0])
+        other = builder.gep(numbers.data, [arguments[1]])
+        return builder.load_atomic(other, "acquire", 8)
+
+    return types.int64(clocks, types.int64), code
+
+
+let_others_run = types.ExternalFunction("sched_yield", types.int32())
+
+
+@kernel
+def wait_for_all(clocks, thread):
+    """Returns when all threads have called this function as often as this one."""
+    time = clocks[thread] + 1
+    set_clock(clocks, thread, time)
+    for other in range(len(clocks)):
+        looks = 0
+        while clock_of(clocks, other) < time:
+            looks += 1
+            if looks > LOOKS:
+                let_others_run()
+
+
+@inlined
+def share(num_programs, thread, num_threads):
+    """The programs of this thread: from the first number to the second."""
+    return num_programs * thread // num_threads, num_programs * (thread + 1) // num_threads
+
+
+# --- weights that are not quantized ---
+
+
+@kernel
+def nothing(rows, begin, end):
+    """No integers are needed."""
+
+
+@kernel
+def multiply(out, rows, weights, layer, num_rows, begin, end):
+    weight = weights.codes[layer]
+    biases = weights.biases[layer]
+    for o in range(begin, end):
+        for t in range(num_rows):
+            total = ZERO
+            for i in range(weight.shape[1]):
+                total += as_float32(rows.x[t, i]) * as_float32(weight[o, i])
+            if len(biases):
+                total += as_float32(biases[o])
+            out[t, o] = rounded(total, out[t, o])
+
+
+PLAIN = Form(nothing, multiply)
+
+
+# --- the model ---
+
+
+class Forms(NamedTuple):
+    """The form of each product's weights, in all layers."""
+
+    qkv: Form
+    out: Form
+    gate_up: Form
+    down: Form
+    head: Form
+
+
+@cache
+def step_kernel(
+    head_dim: int, group: int, has_norm: bool, store: Callable, forms: Forms
+) -> Callable:
+    """The function that each thread runs. It computes memory.last and memory.logits."""
+    decode = decode_kernel(head_dim, group)
+    prepare_qkv, multiply_qkv, _ = forms.qkv
+    prepare_out, multiply_out, _ = forms.out
+    prepare_gate_up, multiply_gate_up, _ = forms.gate_up
+    prepare_down, multiply_down, _ = forms.down
+    prepare_head, multiply_head, _ = forms.head
+
+    @kernel
+    def step(inputs, model, memory, clocks, thread):
+        num_threads = len(clocks)
+        num_rows = len(inputs.ids)
+        kv_heads = memory.k.shape[1]
+        parts = kv_heads if num_rows < num_threads else 1
+        tokens = share(num_rows, thread, num_threads)
+        programs = share(num_rows * parts, thread, num_threads)
+        of_qkv = share(memory.qkv.shape[1], thread, num_threads)
+        of_size = share(memory.added.shape[1], thread, num_threads)
+        of_gate_up = share(memory.gate_up.shape[1], thread, num_threads)
+        of_vocabulary = share(memory.logits.shape[1], thread, num_threads)
+        residual, added, cos_sin, hidden, qkv, heads, q, k, v, attended, flat = memory[:11]
+        gate_up, middle, last, logits = memory[11:]
+        eps = model.eps
+
+        for t in range(*tokens):
+            for i in range(residual.shape[1]):
+                residual[t, i] = model.embedding[inputs.ids[t], i]
+                added[t, i] = 0
+            for i in range(head_dim):
+                cos_sin[t, i] = model.rope[inputs.positions[t], i]
+        for i in range(len(model.first_norms)):
+            add_and_norm_kernel(hidden.x, residual, added, model.first_norms[i], eps, *tokens)
+            prepare_qkv(hidden, *tokens)
+            wait_for_all(clocks, thread)
+            multiply_qkv(qkv, hidden, model.qkv, i, num_rows, *of_qkv)
+            wait_for_all(clocks, thread)
+            norms = (model.q_norms[i], model.k_norms[i])
+            norm_and_rotate_kernel(q, k, v, heads, *norms, cos_sin, eps, has_norm, *tokens)
+            keys = model.cache[0, i]
+            values = model.cache[1, i]
+            store(keys, values, k, v, inputs.slots, *tokens)
+            wait_for_all(clocks, thread)
+            where = (inputs.contexts, inputs.cu_blocks, inputs.block_tables)
+            decode(attended, q, keys, values, *where, model.scale, kv_heads // parts, *programs)
+            wait_for_all(clocks, thread)
+            prepare_out(flat, *tokens)
+            wait_for_all(clocks, thread)
+            multiply_out(added, flat, model.out, i, num_rows, *of_size)
+            wait_for_all(clocks, thread)
+            add_and_norm_kernel(hidden.x, residual, added, model.second_norms[i], eps, *tokens)
+            prepare_gate_up(hidden, *tokens)
+            wait_for_all(clocks, thread)
+            multiply_gate_up(gate_up, hidden, model.gate_up, i, num_rows, *of_gate_up)
+            wait_for_all(clocks, thread)
+            silu_and_mul_kernel(middle.x, gate_up, *tokens)
+            prepare_down(middle, *tokens)
+            wait_for_all(clocks, thread)
+            multiply_down(added, middle, model.down, i, num_rows, *of_size)
+            wait_for_all(clocks, thread)
+        add_and_norm_kernel(last.x, residual, added, model.last_norm, eps, *tokens)
+        prepare_head(last, *tokens)
+        wait_for_all(clocks, thread)
+        multiply_head(logits, last, model.head, 0, num_rows, *of_vocabulary)
+
+    return step
+
+
+def new_rows(x: Tensor, form: Form) -> Rows:
+    """Memory for the input of a product, whose numbers are in x [T, in]."""
+    group = form.group or x.shape[1]
+    grouped = x.view(len(x), -1, group)
+    num_groups = grouped.shape[1]
+    integers = torch.zeros(len(x), num_groups + num_groups % 2, group, dtype=torch.int16)
+    scales = torch.empty(len(x), num_groups)
+    return Rows(*map(array, (x, grouped, integers, scales, scales.int())))

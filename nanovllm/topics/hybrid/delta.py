@@ -1,0 +1,274 @@
+"""Gated DeltaNet (Yang et al., 2024): a layer whose memory does not grow.
+
+Each head has a state: a matrix that maps keys to values. A token lets the state decay, reads what
+the state holds for its key, and writes a part of the difference to its value (the delta rule):
+
+    S = decay * S
+    S = S + beta * k (v - k S)
+    out = q S
+
+A decode does just that. `chunked` computes the same for all tokens of a prompt with matrix
+products.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
+
+CHUNK = 64  # tokens that `chunked` computes together
+
+
+class Rows:
+    """Where the tokens of a step lie, and which slot each sequence has: once for all layers.
+
+    `width` is the number of earlier tokens that the convolution reads: the tail. Each sequence's
+    tail is put before its tokens. The shapes do not depend on data, so a CUDA graph may replay it.
+    """
+
+    def __init__(self, batch: Batch, width: int):
+        assert batch.state_slots is not None
+        self.slots = batch.state_slots
+        self.num_decodes = batch.num_decodes
+        counts = batch.cu_seqlens_q.diff()
+        num_seqs = len(counts)
+        num_tokens = len(batch.slot_mapping)
+        device = counts.device
+        first = batch.cu_seqlens_q[:-1]
+        # what the slot holds is of an earlier owner, or of padding, whose slot is 0
+        self.is_new = (batch.context_lens <= counts) | (self.slots == 0)
+        seq = torch.arange(num_seqs, device=device)
+        seq_of_token = torch.repeat_interleave(seq, counts, output_size=num_tokens)
+        token = torch.arange(num_tokens, device=device)
+        self.tokens = token + width * (seq_of_token + 1)
+        begins = first + width * seq
+        places = torch.arange(width, device=device)
+        self.tails = begins.unsqueeze(1) + places
+        self.next_tails = self.tails + counts.unsqueeze(1)
+        self.chunks: list[tuple[int, slice]] = []  # sequences with more than one token
+        if self.num_decodes < num_seqs:
+            ends = batch.cu_seqlens_q.tolist()
+            for b in range(self.num_decodes, num_seqs):
+                tokens = slice(ends[b], ends[b + 1])
+                self.chunks.append((b, tokens))
+
+
+def state_shapes(config) -> list[tuple[int, ...]]:
+    """The shapes of what a sequence has in a layer: a tail [width, channels], and states [value
+    heads, key size, value size]."""
+    key_size = config.linear_key_head_dim
+    value_size = config.linear_value_head_dim
+    num_keys = config.linear_num_key_heads * key_size
+    heads = config.linear_num_value_heads
+    width = config.linear_conv_kernel_dim - 1
+    channels = 2 * num_keys + heads * value_size
+    return [(width, channels), (heads, key_size, value_size)]
+
+
+class GatedDeltaNet(nn.Module):
+    """`tails` and `states` are this layer's part of a StateCache, which sets them."""
+
+    tails: Tensor  # [slots, width, channels] fp32
+    states: Tensor  # [slots, value heads, key size, value size] fp32
+
+    def __init__(self, config, ops: Ops):
+        super().__init__()
+        self.state_shapes = state_shapes(config)
+        (width, channels), (heads, _, value_size) = self.state_shapes
+        self.value_heads = heads
+        self.key_sizes = (config.linear_num_key_heads, config.linear_key_head_dim)
+        num_values = heads * value_size
+        self.sizes = [channels, num_values]  # of qkv and z
+        parts = {
+            "in_proj_qkv": channels,
+            "in_proj_z": num_values,
+        }
+        gates = {
+            "in_proj_b": heads,
+            "in_proj_a": heads,
+        }
+        self.in_proj_qkvz = Linear(config.hidden_size, parts)
+        self.in_proj_ba = Linear(config.hidden_size, gates)
+        self.conv1d = nn.Conv1d(channels, channels, width + 1, groups=channels, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm = nn.RMSNorm(value_size, config.rms_norm_eps)
+        self.out_proj = Linear(num_values, config.hidden_size)
+        self.ops = ops
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
+        qkvz = self.in_proj_qkvz(x)
+        qkv, z = qkvz.split(self.sizes, 1)
+        b, a = self.in_proj_ba(x).float().chunk(2, 1)
+        weight = self.conv1d.weight.squeeze(1)
+        qkv = convolve(qkv, weight, self.tails, rows)
+        speed = self.A_log.exp()
+        log_decay = -speed * F.softplus(a + self.dt_bias)
+        values = self.attend(qkv, log_decay, b.sigmoid(), rows)
+        normed = self.norm(values).flatten(1)
+        gated = normed * F.silu(z.float())
+        return self.out_proj(gated.to(x.dtype))
+
+    def attend(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, rows: Rows) -> Tensor:
+        """The delta rule for all tokens: [T, value heads, value size] fp32."""
+        sizes = self.key_sizes
+        n = rows.num_decodes
+        parts = []
+        if n:
+            out = decode_of(self.ops)(
+                qkv[:n],
+                log_decay[:n],
+                beta[:n],
+                sizes,
+                self.states,
+                rows.slots[:n],
+                rows.is_new[:n],
+            )
+            parts.append(out)
+        for b, tokens in rows.chunks:
+            slot = rows.slots[b]
+            state = self.states[slot].masked_fill(rows.is_new[b], 0)
+            heads = heads_of(qkv[tokens], sizes, self.value_heads)
+            gates = (log_decay[tokens], beta[tokens])
+            inputs = (*heads, *gates)
+            by_head = [part.transpose(0, 1) for part in inputs]
+            by_head.append(state)
+            out, state = chunked(*by_head)
+            self.states[slot] = state
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
+
+
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, rows: Rows) -> Tensor:
+    """The causal convolution of each channel, and SiLU: x [T, channels] -> the same in fp32.
+
+    Reads the tail of each sequence, and replaces it by its newest tokens.
+    """
+    num_tokens, num_channels = x.shape
+    width = rows.tails.shape[1]
+    num_rows = num_tokens + rows.tails.numel()
+    padded = torch.empty(num_rows, num_channels, device=x.device)
+    before = tails[rows.slots]
+    padded[rows.tails] = before.masked_fill(rows.is_new[:, None, None], 0)
+    padded[rows.tokens] = x.float()
+    tails[rows.slots] = padded[rows.next_tails]
+    out = padded[rows.tokens] * weight[:, width]
+    for i in range(width):
+        earlier = padded[rows.tokens - width + i]
+        out.addcmul_(earlier, weight[:, i])
+    return F.silu(out)
+
+
+def heads_of(qkv: Tensor, sizes: tuple[int, int], value_heads: int) -> tuple[Tensor, ...]:
+    """Splits qkv [n, channels] into q, k and v [n, value heads, size]. Heads of q and k have length
+    1, and q is scaled. Several value heads share a key head."""
+    key_heads, key_size = sizes
+    num_keys = key_heads * key_size
+    num_values = qkv.shape[1] - 2 * num_keys
+    qk, v = qkv.split([2 * num_keys, num_values], 1)
+    qk = qk.unflatten(1, (2 * key_heads, key_size))
+    squares = qk.square().sum(-1, keepdim=True)
+    qk = qk * torch.rsqrt(squares + 1e-6)
+    # each key head is that of several value heads
+    group = value_heads // key_heads
+    q, k = qk.repeat_interleave(group, 1).chunk(2, 1)
+    scale = key_size**-0.5
+    return q * scale, k, v.unflatten(1, (value_heads, -1))
+
+
+def decode(
+    qkv: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    sizes: tuple[int, int],
+    states: Tensor,
+    slots: Tensor,
+    is_new: Tensor,
+) -> Tensor:
+    """One token of each of n sequences: [n, value heads, value size].
+
+    qkv [n, channels], log_decay and beta [n, value heads], all in fp32; slots and is_new [n]. A new
+    sequence has a state of zeros. `sizes` are the number of key heads, and their size.
+    """
+    q, k, v = heads_of(qkv, sizes, states.shape[1])
+    state = states[slots]
+    state.masked_fill_(is_new[:, None, None, None], 0)
+    decay = log_decay.exp()
+    state *= decay[..., None, None]
+    held = (k.unsqueeze(-2) @ state).squeeze(-2)
+    correction = (v - held) * beta.unsqueeze(-1)
+    state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
+    states[slots] = state
+    return (q.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def decode_of(ops: Ops) -> Callable[..., Tensor]:
+    """The function `decode` of a backend."""
+    name = getattr(ops, "__name__", "")
+    if name.endswith("numba_ops"):
+        from nanovllm.topics.hybrid import numba_delta
+
+        return numba_delta.decode
+    if name.endswith("triton_ops"):
+        from nanovllm.topics.hybrid import triton_delta
+
+        return triton_delta.decode
+    return decode
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """n tokens of one sequence, CHUNK at a time: the values [heads, n, value size], and the state
+    behind them.
+
+    q, k [heads, n, key size], v [heads, n, value size], log_decay and beta [heads, n], state
+    [heads, key size, value size]; all in fp32. What a token of a chunk writes depends on what the
+    tokens before it have written: a triangular system of equations. So all corrections of a chunk
+    come from one solution, and the state changes once for each chunk.
+    """
+    num_tokens = q.shape[1]
+    padding = -num_tokens % CHUNK  # tokens that neither read, write nor decay
+    gates = (log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+    parts = []
+    for x in (q, k, v, *gates):
+        padded = F.pad(x, (0, 0, 0, padding))
+        parts.append(padded.unflatten(1, (-1, CHUNK)))
+    q, k, v, log_decay, beta = parts
+    since = log_decay.cumsum(-2)  # the logarithm of all decays since the chunk's begin
+    differences = since - since.mT
+    between = differences.tril().exp().tril()
+    decay = since.exp()
+
+    k_beta = k * beta
+    system = k_beta @ k.mT * between  # its diagonal counts as 1
+    wanted = torch.cat([v * beta, k_beta * decay], -1)
+    solved = torch.linalg.solve_triangular(
+        system,
+        wanted,
+        upper=False,
+        unitriangular=True,
+    )
+    sizes = [v.shape[-1], k.shape[-1]]
+    corrections, reads = solved.split(sizes, -1)
+    scores = q @ k.mT * between
+    q = q * decay
+    last = since[..., -1:, :]
+    k = k * (last - since).exp()
+    values = []
+    for i in range(q.shape[1]):
+        held = reads[:, i] @ state
+        correction = corrections[:, i] - held
+        before = q[:, i] @ state
+        within = scores[:, i] @ correction
+        values.append(before + within)
+        state = state * decay[:, i, -1:]
+        state = state + k[:, i].mT @ correction
+    out = torch.cat(values, 1)
+    return out[:, :num_tokens], state

@@ -1,0 +1,208 @@
+"""Qwen3.5 (text): three of four layers are Gated DeltaNet, the others attention as in Qwen3.
+
+Beside the layers, five things differ from Qwen3. Norms multiply by 1 + weight. A half of q_proj is
+a gate for what attention gives. Only a part of each head is rotated. The fields lie in
+`text_config`. The tensors have another prefix (checkpoint.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.batch import Batch
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import rope_settings, rope_table
+from nanovllm.models.dense import MLP, head_dim_of
+from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
+
+KINDS = ["full_attention", "linear_attention"]  # of layers
+
+
+def text_config(config) -> Any:
+    """The config of the language model, from that of the whole checkpoint. Raises ValueError if it
+    is not supported."""
+    text = getattr(config, "text_config", config)
+    for name in ("tie_word_embeddings", "quantization_config", "dtype"):
+        value = getattr(config, name, None)
+        if value is not None:
+            setattr(text, name, value)
+    if text.hidden_act != "silu":
+        raise ValueError(f"hidden_act={text.hidden_act!r} is not supported, only silu")
+    kinds = sorted(set(text.layer_types))
+    if kinds != KINDS:
+        both = " and ".join(KINDS)
+        raise ValueError(f"layer_types={kinds} must be {both}, both")
+    value_heads = text.linear_num_value_heads
+    key_heads = text.linear_num_key_heads
+    if value_heads % key_heads:
+        heads = f"{value_heads} value heads"
+        raise ValueError(f"linear_num_key_heads={key_heads} does not divide {heads}")
+    size = rotary_size(text)
+    whole = head_dim_of(text)
+    if size % 2 or whole % 2:
+        raise ValueError(
+            f"{size} of {whole} numbers of a head cannot be rotated: both must be even"
+        )
+    return text
+
+
+# --- rotation of a part of a head ---
+
+
+def rotary_size(config) -> int:
+    """How many numbers of a head are rotated."""
+    settings = rope_settings(config)
+    return int(head_dim_of(config) * settings.get("partial_rotary_factor", 1.0))
+
+
+def order_of(config) -> Tensor:
+    """The order of a head's numbers in which all kernels can rotate it. They rotate each number of
+    the first half with one of the second, so each half begins with half of what is rotated."""
+    middle = rotary_size(config) // 2
+    size = head_dim_of(config)
+    numbers = torch.arange(size, device="cpu")
+    sizes = [middle, middle, size - 2 * middle]
+    first, second, rest = numbers.split(sizes)
+    rest_1, rest_2 = rest.chunk(2)
+    return torch.cat([first, rest_1, second, rest_2])
+
+
+# --- layers ---
+
+
+class GatedAttention(nn.Module):
+    """Attention as in dense.py, with a gate. `layer` counts only layers of this kind."""
+
+    def __init__(self, config, layer: int, ops: Ops, device: torch.device):
+        super().__init__()
+        self.layer = layer
+        self.ops = ops
+        size = head_dim_of(config)
+        heads = config.num_attention_heads
+        self.head_dim = size
+        self.heads = heads
+        self.scale = size**-0.5
+        kv_heads = config.num_key_value_heads
+        self.sizes = [heads, kv_heads, kv_heads]
+        parts = {
+            "q_proj": 2 * heads * size,
+            "k_proj": kv_heads * size,
+            "v_proj": kv_heads * size,
+        }
+        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
+        self.o_proj = Linear(heads * size, config.hidden_size, config.attention_bias)
+        # q_proj gives q and gate of the first head, then those of the second ...
+        num_parts = 2 * (heads + kv_heads)
+        with torch.device("cpu"):
+            numbers = torch.arange(num_parts * size).view(num_parts, size)
+        queries = numbers[: 2 * heads : 2]
+        keys, values = numbers[2 * heads :].chunk(2)
+        rotated = torch.cat([queries, keys])
+        rotated = rotated[:, order_of(config)]
+        order = torch.cat([rotated, values])
+        self.order = order.flatten().to(device)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
+        mixed = self.qkv_proj(x)
+        ordered = mixed[:, self.order]
+        qkv = ordered.view(len(x), -1, self.head_dim)
+        gates = mixed.unflatten(1, (-1, self.head_dim))
+        gate = gates[:, 1 : 2 * self.heads : 2].sigmoid()
+        norms = (self.q_norm, self.k_norm)
+        q = self.ops.rotate_and_store(qkv, norms, cos_sin, self.sizes, batch, self.layer)
+        attended = self.ops.paged_attention(q, batch, self.layer, self.scale)
+        gated = attended * gate
+        return self.o_proj(gated.flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config, kind: str, layer: int, ops: Ops, device: torch.device):
+        super().__init__()
+        self.ops = ops
+        if kind == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config, ops)
+        else:
+            self.self_attn = GatedAttention(config, layer, ops, device)
+        self.mlp = MLP(config, ops)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, residual: Tensor, x: Tensor, cos_sin: Tensor, batch: Batch, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """See dense.DecoderLayer."""
+        residual, x = self.ops.add_and_norm(residual, x, self.input_layernorm)
+        if hasattr(self, "linear_attn"):
+            x = self.linear_attn(x, rows)
+        else:
+            x = self.self_attn(x, cos_sin, batch)
+        residual, x = self.ops.add_and_norm(residual, x, self.post_attention_layernorm)
+        return residual, self.mlp(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config, ops: Ops, device: torch.device):
+        super().__init__()
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table)
+        self.layers = nn.ModuleList()
+        num_before = 0  # layers with attention
+        for kind in config.layer_types:
+            layer = DecoderLayer(config, kind, num_before, ops, device)
+            self.layers.append(layer)
+            num_before += kind == "full_attention"
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class HybridModel(nn.Module):
+    """What DenseModel is for the dense families. `states` is a StateCache, which sets itself."""
+
+    states: Any = None
+
+    def __init__(self, config, rope: Tensor, ops: Ops):
+        super().__init__()
+        self.ops = ops
+        self.num_kv_heads = config.num_key_value_heads
+        self.num_kv_layers = config.layer_types.count("full_attention")
+        self.width = config.linear_conv_kernel_dim - 1
+        self.rope = rope
+        self.model = Decoder(config, ops, rope.device)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+    def to(self, dtype: torch.dtype) -> "HybridModel":  # type: ignore[override]
+        """Norms, convolutions and decays stay in fp32: they are few numbers, and 1 + weight would
+        lose digits."""
+        super().to(dtype)
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm | nn.Conv1d | GatedDeltaNet):
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.float()
+        return self
+
+    @staticmethod
+    def rope_of(config, max_model_len: int) -> Tensor:
+        """The angles of all positions, for heads in the order of `order_of`. The numbers that are
+        not rotated have the angle 0."""
+        size = rotary_size(config)
+        angles = rope_table(config, size, max_model_len)
+        cos, sin = angles.chunk(2, -1)
+        rest = (head_dim_of(config) - size) // 2
+        whole_cos = F.pad(cos, (0, rest), value=1.0)
+        whole_sin = F.pad(sin, (0, rest))
+        return torch.cat([whole_cos, whole_sin], -1)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
+        residual = self.model.embed_tokens(input_ids)
+        x = torch.zeros_like(residual)
+        cos_sin = self.rope[positions]
+        rows = Rows(batch, self.width)
+        for layer in self.model.layers:
+            residual, x = layer(residual, x, cos_sin, batch, rows)
+        _, x = self.ops.add_and_norm(residual, x, self.model.norm)
+        return x

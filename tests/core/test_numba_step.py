@@ -1,0 +1,137 @@
+"""The decode of few sequences in one call, against the same step layer by layer.
+
+Run: pytest tests/core/test_numba_graphs.py [-k interrupt]
+"""
+
+import logging
+import os
+
+import pytest
+import torch
+from checkpoints import greedy, new_model, save
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.layers import numba_ops
+from nanovllm.topics.checks.kernels import hidden_states, step_of
+
+numba_graphs = pytest.importorskip("nanovllm.device.numba_graphs")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+FORMS = [
+    ("qwen3", {}),
+    ("qwen2", {}),
+    ("llama", {"dtype": "bfloat16"}),
+    ("qwen3", {"dtype": "float16", "kv_cache_dtype": "int8"}),
+    ("qwen2", {"quantization": "int8"}),
+    ("qwen2", {"quantization": "int4", "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    ("llama", {"quantization": "int8", "dtype": "bfloat16"}),
+]
+
+
+def new_llm(path: str | None = None, **options) -> LLM:
+    options = {"dtype": "float32", "attention_backend": "numba", "num_blocks": 200} | options
+    return LLM(*[path] * (path is not None), max_model_len=256, **options)
+
+
+def on_threads(monkeypatch, num_threads: int) -> None:
+    monkeypatch.setattr(numba_graphs, "SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+
+
+@pytest.mark.slow(but_every=5)
+@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.parametrize("family, options", FORMS)
+def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, options, num_threads):
+    """Sums of integers to the last bit; others are added in another order."""
+    sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=24)
+    llm = new_llm(save(new_model(family, **sizes), tmp_path), **options)
+    runner = llm.runner
+    assert isinstance(runner.graphs, numba_graphs.NumbaStep)
+    on_threads(monkeypatch, num_threads)
+    cache = runner.kv_cache
+    numbers = cache.restored(cache.tensor, torch.float32).normal_()
+    cache.tensor.copy_(cache.stored(numbers, cache.tensor.dtype))
+    with torch.inference_mode():
+        for num_seqs in (1, 3, 4):
+            step = step_of(runner, 17, [1] * num_seqs)
+            expected = hidden_states(runner, step, numba_ops)
+            logits = runner.model.lm_head(expected)
+            written = cache.tensor.clone()
+            step = step_of(runner, 17, [1] * num_seqs)
+            step.sampled_rows = torch.arange(num_seqs)
+            hidden, step = runner.forward(step)
+            hidden = hidden.clone()
+            assert step.logits is not None
+            is_exact = "quantization" in options
+            close = 0 if is_exact else 3e-2 if runner.dtype == torch.bfloat16 else 4e-3
+            close = 3e-5 if options == {} else close
+            for found, right in ((hidden, expected), (step.logits, logits)):
+                torch.testing.assert_close(found, right, rtol=close, atol=close)
+            if is_exact:
+                assert torch.equal(cache.tensor, written)
+            alone, _ = runner.forward(step_of(runner, 17, [1]))
+            assert torch.equal(alone[0], hidden[0]), "a row is the same in any company"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_tokens_are_those_of_transformers(tmp_path, family):
+    model = new_model(family)
+    llm = new_llm(save(model, tmp_path))
+    prompts = [[3, 4, 5], [7] * 9, [1, 2] * 8]
+    for company in (prompts[:1], prompts, prompts * 2):  # recorded, recorded, layer by layer
+        outputs = llm.generate(company, GREEDY, use_tqdm=False)
+        found = [output.outputs[0].token_ids for output in outputs]
+        assert found == [greedy(model, prompt, 12) for prompt in company]
+
+
+def test_an_interrupt_before_the_call_lets_the_other_threads_end(monkeypatch):
+    llm = new_llm()
+    on_threads(monkeypatch, 3)
+    expected = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    graphs = llm.runner.graphs
+    step = graphs.step
+
+    def interrupted(*arguments):
+        if arguments[-1] == 0:
+            raise KeyboardInterrupt
+        step(*arguments)
+
+    graphs.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("12 + 30 =", GREEDY, use_tqdm=False)
+    graphs.step = step
+    assert llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+    llm = new_llm()
+    on_threads(monkeypatch, 2)
+    record = numba_graphs.NumbaStep.record
+    record(llm.runner.graphs, 1)
+    child = os.fork()
+    if child == 0:
+        record(llm.runner.graphs, 1)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_hook_on_a_layer_is_called():
+    llm = new_llm()
+    calls = []
+    handle = llm.runner.model.model.layers[1].mlp.register_forward_hook(
+        lambda module, inputs, result: calls.append(len(result))
+    )
+    llm.generate("7", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert calls[-2:] == [1, 1]
+    handle.remove()
+    llm.generate("7", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(calls) == 3
+
+
+def test_large_weights_have_no_second_form(monkeypatch, caplog):
+    monkeypatch.setattr(numba_graphs, "MOST_COPIED", 2**20)
+    with caplog.at_level(logging.INFO):
+        llm = new_llm()
+    assert llm.runner.graphs is None
+    assert "decodes run layer by layer: a second form of the weights takes 8 MiB" in caplog.text
