@@ -188,7 +188,8 @@ class BlockManager:
 
         If a block with this key is cached already, it stays, and the sequence takes over its
         prefix_id. Other sequences may share the blocks in the same step, because a layer stores the
-        keys and values of all tokens before any query reads them.
+        keys and values of all tokens before any query reads them. Without prefix caching, nothing
+        is cached.
         """
         if not self.enable_prefix_caching:
             return

@@ -183,7 +183,7 @@ class ModelRunner:
     # --- a schedule becomes tensors, on the host ---
 
     def prepare(self, schedule: Schedule) -> StepInputs:
-        """One flat, ragged batch.
+        """One flat, ragged batch. Decodes come first.
 
         For example, two sequences with blocks of 4 tokens, the first with 4 tokens in the cache and
         1 to compute, the second with none in the cache and 3 to compute:

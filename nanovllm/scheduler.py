@@ -141,7 +141,7 @@ class Scheduler:
 
         In this order: `step_budget`, `make_room`, running requests, waiting requests (not if a
         running request was preempted for another one), draft tokens if there is a proposer; then
-        the moves, and the number of used blocks.
+        the moves, and the number of used blocks. Blocks that are swapped out are counted.
         """
         schedule = Schedule(*self.step_budget())
         self.make_room(schedule)
@@ -213,7 +213,9 @@ class Scheduler:
 
         In this order: the first sequence takes its prefix, then what the host has; for several
         sequences, `groups.share` finds the tokens that they have in common; at the first admission,
-        hits and prompt tokens are counted; host blocks are freed; blocks are allocated.
+        hits and prompt tokens are counted; host blocks are freed; blocks are allocated. A single
+        sequence has its own blocks, so `has_forked` is True; for several, `groups.fork` sets it.
+        Raises ScheduleError for `next_waiting` if the request does not wait: see check_choice.
         """
         check_choice(self, "next_waiting", request, self.waiting)
         self.waiting.remove(request)
@@ -251,7 +253,8 @@ class Scheduler:
         return schedule.next_tokens(seq, num_fed - seq.num_computed_tokens)
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
-        """Allocates blocks for each item, and adds it to the schedule."""
+        """Allocates blocks for each item, caches the blocks that become full, and adds the item to
+        the schedule."""
         manager = self.block_manager
         for item in items:
             seq, start, num_tokens = item
@@ -265,7 +268,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Frees the blocks of all sequences of a running request, and queues the request again. Its
         blocks go to host memory if there is room; otherwise their tokens are recomputed. Resets
-        `has_forked`."""
+        `has_forked`. Raises ScheduleError if the request does not run: see check_choice."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.block_manager.host_ref_counts and self.should_swap(request):
@@ -315,7 +318,8 @@ class Scheduler:
             self._append(*row)
 
     def _append(self, seq: Sequence, token_id: int, likeliest: TokenLogprobs | None) -> None:
-        """Appends a sampled token to its sequence, which may end with this token."""
+        """Appends a sampled token to its sequence, and its log-probabilities if the sequence has
+        any. The sequence may end with this token: see reason_to_end."""
         if seq.logprobs is not None:
             seq.logprobs.append(likeliest or {})
         seq.token_ids.append(token_id)

@@ -2,6 +2,7 @@
 
 python -m tutorials.build new my_engine            the whole engine, without the bodies of its functions
 python -m tutorials.build new my_engine --only 2   holes in milestone 2 only
+python -m tutorials.build next my_engine           what is done, and what to do now
 python -m tutorials.build check my_engine 2        tests milestone 2; the other milestones may be open
 python -m tutorials.build check my_engine 10       tests the engine that is all your own
 
@@ -11,6 +12,8 @@ Works in a clone of the repository: the tests are not installed.
 import argparse
 import json
 import os
+import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -20,20 +23,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tutorials.assignments.report import Report
-from tutorials.building.holes import open_holes, with_holes
+from tutorials.building.gains import GAINS
+from tutorials.building.holes import functions, open_holes, statements, with_holes
 from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone, title_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
-LIMIT = 600.0  # seconds for a milestone, on a slow laptop, too
+LIMIT = 1800.0  # seconds for a milestone, on a slow laptop, and for the last one, too
 MOST = 5  # failed tests whose names are printed
 NOT_COPIED = shutil.ignore_patterns("__pycache__")
+DONE = "done.txt"  # in the student's folder: the milestones that are right
+ENDED = "your code has ended Python (os._exit, sys.exit or pytest.exit)"
+README = """This is nanovllm without the bodies of its functions. You write them, milestone by milestone.
+
+    python -m tutorials.build next {folder}
+    python -m tutorials.build check {folder} 1
+
+Run both in the root of the repository. `next` says which file and functions come now, and what to
+read. `check` tests what you wrote, and prints the first problem. The docstrings say what a function
+does; the chapters say why. You may add functions and files. Milestones that are right are listed in
+done.txt. At the end, `python example.py` in this folder runs on your code alone.
+"""
 
 
 def new(folder: Path, only: int | None = None) -> None:
     """Writes a copy of the engine with holes."""
     shutil.copytree(PACKAGE, folder / "nanovllm", ignore=NOT_COPIED)
     shutil.copy(ROOT / "example.py", folder)
+    (folder / "README.md").write_text(README.format(folder=folder.name), encoding="utf-8")
     for milestone in MILESTONES:
         if only in (None, milestone.number):
             for module, names in milestone.holes.items():
@@ -51,14 +68,20 @@ def holes_in(path: Path) -> list[str] | None:
         return None
 
 
-def assemble(folder: Path, milestone: Milestone, target: Path) -> None:
-    """Copies the student's package. A file of another milestone that has open holes is ours."""
+def assemble(folder: Path, milestone: Milestone, target: Path) -> list[str]:
+    """Copies the student's package. A file of another milestone that has open holes is ours. Returns
+    the other files that are the student's: they differ from ours, and have no holes."""
+    own = []
     shutil.copytree(folder / "nanovllm", target / "nanovllm", ignore=NOT_COPIED)
     for other in MILESTONES:
-        if milestone.holes and other is not milestone:
+        if not milestone.is_last and other is not milestone:
             for module in other.holes:
-                if holes_in(target / "nanovllm" / module) != []:
-                    shutil.copy(PACKAGE / module, target / "nanovllm" / module)
+                path = target / "nanovllm" / module
+                if holes_in(path) != []:
+                    shutil.copy(PACKAGE / module, path)
+                elif path.read_bytes() != (PACKAGE / module).read_bytes():
+                    own.append(module)
+    return own
 
 
 @dataclass
@@ -70,27 +93,58 @@ class Result:
     collected: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)  # of each test that fails
     passed: set[str] = field(default_factory=set)
+    num_skipped: int = 0
     broken: str = ""  # why no test ran, or not all of them
+    gain: list[float] | None = None  # without the milestone, and with it
+    others: list[str] = field(default_factory=list)  # the student's files of other milestones
+    culprits: list[str] = field(default_factory=list)  # with ours instead, what failed passes
 
     @property
     def is_right(self) -> bool:
-        return 0 < len(self.passed) == len(self.collected) and not self.broken
+        return 0 < len(self.passed) == len(self.collected) and not self.broken and self.has_gain
+
+    @property
+    def has_gain(self) -> bool:
+        """Whether the number is as good as it must be, if there is one."""
+        return self.gain is None or (
+            self.gain[1] <= GAINS[self.milestone.number].share * self.gain[0]
+        )
 
     def first_problem(self) -> tuple[str, Group]:
         for test, problem in self.problems.items():
             return problem, self.milestone.group_of(test)
+        if not self.broken and not self.has_gain:
+            return "all tests pass, but the gain is not there", self.milestone.groups[0]
         return self.broken, self.milestone.groups[0]
 
-    def lines(self) -> list[str]:
+    def expect(self, ours: "Result") -> None:
+        """With our own package, these tests are there. A report with others is not the tests'."""
+        names = [test for test in self.collected if test not in ours.collected]
+        missing = len(ours.collected) - len(self.collected) - self.num_skipped
+        if names and not self.broken:
+            self.broken = f"no such test: {names[0]}"
+        elif missing > 0 and not self.broken:
+            self.broken = f"{missing} tests did not run, which run with our package"
+
+    def lines(self, guess: float | None = None) -> list[str]:
         """What a student reads."""
         name = f"milestone {self.milestone.number}, {self.milestone.name}"
         lines = [f"{name}: {len(self.passed)} of {len(self.collected)} tests pass"]
+        if self.others:
+            lines.append(f"with your {', '.join(self.others)}")
+        if self.gain is not None:
+            shown = guess if self.has_gain else 0.0 if guess is None else guess
+            lines += GAINS[self.milestone.number].lines(*self.gain, shown)
         if self.is_right:
             return lines
         if self.open:
             lines.append(f"still open: {', '.join(self.open)}")
         problem, group = self.first_problem()
         lines.append(f"first: {problem}")
+        if self.milestone.is_last and self.problems:
+            lines.append(f"in: {group.name}")
+        for culprit in self.culprits:
+            lines.append(f"with our {culprit} all of these tests pass: look there")
         lines.append(f"read: tutorials/{group.section}")
         named = [test for test in [*self.problems][1:] if not test.endswith("::runTest")]
         others = dict.fromkeys(map(title_of, named))
@@ -119,51 +173,96 @@ def check(folder: Path, milestone: Milestone, limit: float = LIMIT) -> Result:
     """Runs the tests of a milestone against the student's files."""
     with TemporaryDirectory() as place:
         target = Path(place).resolve()
-        assemble(folder, milestone, target)
-        own = [milestone] if milestone.holes else MILESTONES
+        others = assemble(folder, milestone, target)
+        own = MILESTONES if milestone.is_last else [milestone]
         modules = [target / "nanovllm" / module for one in own for module in one.holes]
         found = [
             f"{name} in {module.relative_to(target / 'nanovllm').as_posix()}"
             for module in modules
             for name in holes_in(module) or []
         ]
-        report = target / "report"
-        problem = run_tests(milestone, target, report, limit)
-        return result_of(milestone, found, report, problem)
+        (ours := target / "ours").mkdir()
+        (ours / "nanovllm").symlink_to(PACKAGE)
+        counted = job_of(milestone, ours, target / "expected")
+        counting = start(counted, "--collect-only")
+        job = job_of(milestone, target, target / "report")
+        result = result_of(milestone, found, job, wait(start(job), job, limit))
+        wait(counting, counted, limit)
+        result.expect(result_of(milestone, [], counted, ""))
+        result.others = others
+        if result.problems and others:
+            result.culprits = culprits(milestone, target, [*result.problems], others, limit)
+        return result
+
+
+def culprits(
+    milestone: Milestone, target: Path, tests: list[str], others: list[str], limit: float
+) -> list[str]:
+    """The student's files of other milestones which, replaced by ours, let these tests pass."""
+
+    def passes(modules: list[str]) -> bool:
+        for module in others:
+            source = PACKAGE if module in modules else target / "theirs"
+            shutil.copy(source / module, target / "nanovllm" / module)
+        job = job_of(milestone, target, target / f"again {'_'.join(modules)}".replace("/", "."))
+        job |= {"tests": tests, "measures": False}
+        return result_of(milestone, [], job, wait(start(job), job, limit)).is_right
+
+    shutil.copytree(target / "nanovllm", target / "theirs", ignore=NOT_COPIED)
+    if not passes(others):
+        return []
+    return [module for module in others if len(others) == 1 or passes([module])]
 
 
 def job_of(milestone: Milestone, target: Path, report: Path) -> dict:
     """What the process with the tests is told: see building/run.py."""
     names = [module.removesuffix(".py").replace("/", ".") for module in milestone.holes]
     modules = [f"nanovllm.{name}" for name in names] or ["nanovllm.engine"]
-    paths = {"folder": f"{target}", "report": f"{report}"}
-    return paths | {"modules": modules, "tests": milestone.tests, "has_numba": milestone.has_numba}
+    job = {"folder": f"{target}", "report": f"{report}", "secret": secrets.token_hex()}
+    job |= {"modules": modules, "tests": milestone.tests, "has_numba": milestone.has_numba}
+    return job | {"milestone": milestone.number, "measures": True}
 
 
-def run_tests(milestone: Milestone, target: Path, report: Path, limit: float) -> str:
-    """Runs the tests in a process. Returns why it did not come to an end, or nothing."""
-    job = json.dumps(job_of(milestone, target, report))
-    command = [sys.executable, "-m", "tutorials.building.run", job]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HYPOTHESIS_STORAGE_DIRECTORY": f"{target}"}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+def start(job: dict, *options: str) -> subprocess.Popen:
+    """Starts a process with the tests. It is told the job by a pipe, which is empty before the
+    student's code runs."""
+    command = [sys.executable, "-m", "tutorials.building.run", *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HYPOTHESIS_STORAGE_DIRECTORY": job["folder"]}
+    with Path(f"{job['report']} errors").open("w", encoding="utf-8") as errors:
+        quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **quiet)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(job))
+    return process
+
+
+def wait(process: subprocess.Popen, job: dict, limit: float) -> str:
+    """Waits for the end of the tests. Returns why they did not come to an end, or nothing."""
     try:
-        ended = subprocess.run(command, cwd=ROOT, env=env, timeout=limit, text=True, **quiet)
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
         return f"still runs after {limit:g} s"
-    if ended.returncode < 0:
+    if code < 0:
         return (
             "your code has crashed Python. Is an index outside of an array? Set NUMBA_DISABLE_JIT=1"
         )
-    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    return "" if ended.returncode == 0 else f"the process with the tests has ended: {last}"
+    said = Path(f"{job['report']} errors").read_text(encoding="utf-8").strip().splitlines()
+    return ": ".join([ENDED, *said[-1:]]) if code else ""
 
 
-def result_of(milestone: Milestone, still_open: list[str], report: Path, problem: str) -> Result:
-    """Reads what the process has written, line by line."""
+def result_of(milestone: Milestone, still_open: list[str], job: dict, problem: str) -> Result:
+    """Reads what the process has written, line by line. Lines without the secret are not its own."""
     result = Result(milestone, still_open)
+    report, secret = Path(job["report"]), job["secret"]
     text = report.read_text(encoding="utf-8") if report.is_file() else ""
-    started = ""
-    for event in map(json.loads, text.splitlines()):
+    started, has_ended = "", False
+    lines = [line for line in text.splitlines() if line.startswith(secret)]
+    for event in (json.loads(line.removeprefix(secret)) for line in lines):
+        has_ended = has_ended or "ended" in event or "broken" in event
+        result.gain = event.get("gain", result.gain)
         result.collected = event.get("collected", result.collected)
         started = event.get("started", started)
         result.broken = event.get("broken", result.broken)
@@ -174,6 +273,9 @@ def result_of(milestone: Milestone, still_open: list[str], report: Path, problem
             result.problems.setdefault(event["failed"], event["says"])
         if "skipped" in event:
             result.collected.remove(event["skipped"])
+            result.num_skipped += 1
+    if not has_ended and not problem:
+        problem = ENDED
     if problem:
         result.broken = problem
         if started:
@@ -181,6 +283,47 @@ def result_of(milestone: Milestone, still_open: list[str], report: Path, problem
     if not result.collected and not result.broken:
         result.broken = "no test ran: is this a clone of the repository, with pytest installed?"
     return result
+
+
+def advice(folder: Path) -> list[str]:
+    """What is done, and the milestone that comes now."""
+    done = done_in(folder)
+    names = [f"{one.number} {one.name}" for one in MILESTONES if one.number in done]
+    lines = [f"done: {', '.join(names) or 'nothing yet'}"]
+    todo = [one for one in MILESTONES if one.number not in done]
+    if not todo:
+        return [*lines, "next: the final project, in tutorials/course.md"]
+    milestone, minutes = todo[0], 0
+    lines.append(f"next: {milestone.number} {milestone.name}, chapter {milestone.chapter}")
+    for module, names in milestone.holes.items():
+        lines.append(f"write, in {folder.name}/nanovllm/{module}: {', '.join(names)}")
+        known = functions((PACKAGE / module).read_text(encoding="utf-8"))
+        bodies = [statements(known[name]) for name in names]
+        minutes += sum(3 * (body[-1].end_lineno or 0) - 3 * body[0].lineno + 3 for body in bodies)
+    sections = dict.fromkeys(group.section for group in milestone.groups)
+    if not milestone.is_last:
+        lines.append(f"read: {', '.join(f'tutorials/{section}' for section in sections)}")
+        lines.append(f"about {max(1, round(minutes / 60))} hours, if a line takes three minutes")
+    guess = ""
+    if gain := GAINS.get(milestone.number):
+        lines.append(f"guess: {gain.question} How many {gain.unit} with your code?")
+        guess = " --guess N"
+    command = f"python -m tutorials.build check {folder.name} {milestone.number}{guess}"
+    return [*lines, f"then: {command}"]
+
+
+def done_in(folder: Path) -> set[int]:
+    """The milestones whose check has passed."""
+    path = folder / DONE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {int(match[1]) for line in lines if (match := re.match(r"(\d+) ", line))}
+
+
+def note(folder: Path, milestone: Milestone, is_right: bool) -> None:
+    """Keeps in the folder what is done."""
+    done = done_in(folder) - {milestone.number} | ({milestone.number} if is_right else set())
+    lines = [f"{one.number} {one.name}\n" for one in MILESTONES if one.number in done]
+    (folder / DONE).write_text("".join(lines), encoding="utf-8")
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -192,16 +335,19 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     making = commands.add_parser("new", help="write the engine with holes into a new folder")
     making.add_argument("folder", type=Path)
     making.add_argument("--only", type=int, choices=numbers[:-1], help="one milestone")
+    going_on = commands.add_parser("next", help="what is done, and what to do now")
+    going_on.add_argument("folder", type=Path)
     checking = commands.add_parser("check", help="test a milestone")
     checking.add_argument("folder", type=Path)
     checking.add_argument("milestone", type=int, choices=numbers)
     checking.add_argument("--points", action="store_true", help="points, as JSON for Gradescope")
+    checking.add_argument("--guess", type=float, help="the number that your code will have")
     checking.add_argument("--limit", type=float, default=LIMIT, help="seconds")
     args = parser.parse_args(arguments)
     args.folder = args.folder.resolve()
     if args.command == "new" and args.folder.exists():
         parser.error(f"there is already {args.folder}: choose a new folder")
-    if args.command == "check" and not (args.folder / "nanovllm").is_dir():
+    if args.command != "new" and not (args.folder / "nanovllm").is_dir():
         parser.error(f"{args.folder} has no package nanovllm: make one with `new`")
     if not (ROOT / "tests").is_dir():
         parser.error("this works in a clone of the repository: the tests are not installed")
@@ -216,15 +362,20 @@ def main(arguments: list[str] | None = None) -> int:
             if args.only in (None, milestone.number):
                 num_holes = sum(map(len, milestone.holes.values()))
                 what = f"{num_holes:2} functions" if num_holes else "all of it"
-                print(
-                    f"{milestone.number:2} {milestone.name:18} chapter {milestone.chapter}  {what}"
-                )
+                where = f"chapter {milestone.chapter}  {what}  {' '.join(milestone.holes)}"
+                print(f"{milestone.number:2} {milestone.name:18} {where}".rstrip())
+        print(f"now: python -m tutorials.build next {args.folder.name}")
         return 0
-    result = check(args.folder, MILESTONES[args.milestone - 1], args.limit)
+    if args.command == "next":
+        print("\n".join(advice(args.folder)))
+        return 0
+    milestone = MILESTONES[args.milestone - 1]
+    result = check(args.folder, milestone, args.limit)
+    note(args.folder, milestone, result.is_right)
     if args.points:
         print(json.dumps(result.points().results(), indent=1))
     else:
-        print("\n".join(result.lines()))
+        print("\n".join(result.lines(args.guess)))
     return int(not result.is_right)
 
 

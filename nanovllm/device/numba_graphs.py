@@ -162,7 +162,8 @@ class NumbaStep:
 
 def bind(model: Any, kv_cache: KVCache, threads: Any) -> NumbaStep | None:
     """A NumbaStep; None if there is none for this model, or if it would copy too much."""
-    if type(model) is not DenseModel or config.DISABLE_JIT:  # type: ignore[attr-defined]
+    is_compiled = not config.DISABLE_JIT  # type: ignore[attr-defined]
+    if type(model) is not DenseModel or not is_compiled:
         return None
     head = form_of(model.lm_head)
     found = {(*map(form_of, linears_of(layer)), head) for layer in model.model.layers}

@@ -109,7 +109,8 @@ def softmax_weights(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities before temperature and filters: the chosen tokens', then the k highest.
+    """Log-probabilities in fp32, before temperature and filters: the chosen tokens', then the k
+    highest.
 
     logits [B, vocab_size], token_ids [B] -> (values, ids), both [B, 1 + k].
     """

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scheduling import new_sequence
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import Block, BlockManager
 from nanovllm.processing.stats import slot_usage
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Request, Sequence
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.swapping.blocks import free_host, swap_in, swap_out
 
@@ -39,7 +40,8 @@ def test_blocks_come_on_demand():
         compute(manager, seq, num_tokens)
         assert len(seq.block_table) == blocks == manager.num_used_blocks
     manager.free(seq)
-    assert manager.num_free_blocks == 8 and seq.num_computed_tokens == 0 and seq.block_table == []
+    assert manager.num_free_blocks == 8 and seq.num_computed_tokens == 0
+    assert seq.block_table == seq.prefix_ids == []
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12])
@@ -76,17 +78,19 @@ def test_a_block_is_cached_only_when_computed_or_planned():
 
 def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     manager = BlockManager(num_blocks=8, block_size=4)
-    parent = new_sequence(range(9))
+    parent = new_sequence(range(13))
     early = new_sequence([0, 1, 2, 3, 4, 9])
     late = new_sequence([0, 1, 2, 3, 4, 9])
-    manager.allocate(parent, 9)
+    manager.allocate(parent, 13)
     manager.cache_full_blocks(parent, 8)
     parent.num_computed_tokens = 8  # as if another request had found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
     manager.unwritten.clear()
+    manager.cache_full_blocks(parent, 12)  # the next step writes the third block
     manager.fork(parent, late, 5)
     assert late.num_computed_tokens == 5 and len(late.block_table) == 2
+    assert early.prefix_ids == late.prefix_ids == parent.prefix_ids[:1]
     check_blocks(manager, [parent, early, late])
 
 
@@ -161,6 +165,62 @@ def test_an_evicted_prefix_takes_its_descendants_out_of_reach():
     manager.take_prefix(probe)
     assert probe.num_computed_tokens == 0
     check_blocks(manager, [twin, probe])
+
+
+def test_a_fork_takes_the_cached_blocks_behind_its_own():
+    manager = BlockManager(num_blocks=8, block_size=4)
+    parent, child = new_sequence(range(13)), new_sequence(range(13))
+    compute(manager, parent)
+    manager.fork(parent, child, 4)
+    manager.take_prefix(child)
+    assert child.block_table == parent.block_table[:3] and child.num_computed_tokens == 12
+    assert child.prefix_ids == parent.prefix_ids
+    longer = new_sequence(range(17))
+    manager.fork(parent, longer)
+    compute(manager, longer)
+    assert child.prefix_ids == parent.prefix_ids == longer.prefix_ids[:-1]
+    check_blocks(manager, [parent, child, longer])
+
+
+def test_an_identity_is_never_given_again():
+    """Else the block of 5 6 behind 1 2 3 4 is found behind 9 9."""
+    manager = BlockManager(num_blocks=5, block_size=2)
+    short, long, other = map(new_sequence, ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9, 8, 8]))
+    for seq in (short, long):  # `long` takes over the identities of the blocks of `short`
+        compute(manager, seq)
+    block = manager.blocks[short.block_table[0]]
+    manager.free(short)
+    compute(manager, other)
+    assert block.key != (0, (1, 2)) and block.prefix_id not in long.prefix_ids
+    assert len(manager.find_prefix(new_sequence([9, 9, 5, 6, 7]))) == 1
+
+
+def test_what_leaves_the_cache_has_no_identity():
+    manager = BlockManager(num_blocks=1, block_size=2)
+    seq = new_sequence([1, 2])
+    compute(manager, seq)
+    manager.free(seq)
+    manager.allocate(new_sequence([3]), 1)
+    assert manager.blocks[0] == Block(0, ref_count=1)
+
+
+@pytest.mark.parametrize("far", [2**16, 2**32, 2**61 - 1])
+def test_no_other_tokens_are_found(far):
+    """The last ones have the same hash."""
+    manager = BlockManager(num_blocks=4, block_size=2)
+    compute(manager, new_sequence([0, 1]))
+    assert manager.find_prefix(new_sequence([0, 1 + far, 2])) == []
+
+
+def test_nothing_is_found_without_prefix_caching_or_while_prompts_are_scored():
+    scored = Request("r", None, [*range(9)], SamplingParams(prompt_logprobs=0))
+    for is_enabled in (True, False):
+        manager = BlockManager(8, 4, is_enabled)
+        seq = new_sequence(range(9))
+        compute(manager, seq)
+        found = manager.find_prefix(new_sequence(range(9)))
+        assert len(found) == len(seq.prefix_ids) == 2 * is_enabled
+        assert manager.find_prefix(scored.sequences[0]) == []
 
 
 def test_equal_tokens_after_different_prefixes_are_different_blocks():
@@ -246,6 +306,7 @@ class RandomUse(RuleBasedStateMachine):
         self.memory = FakeRunner(self.block_size)
         self.sequences: list[Sequence] = []
         self.away: list[Sequence] = []  # swapped out
+        self.prefixes: dict[int | str, list[int]] = {}  # of all identities so far
 
     def pick(self, data) -> Sequence:
         return data.draw(st.sampled_from(self.sequences))
@@ -368,6 +429,11 @@ class RandomUse(RuleBasedStateMachine):
         check_blocks(self.manager, self.sequences + self.away)
         for seq in self.sequences:
             self.memory.check(seq)
+            assert len(seq.prefix_ids) == seq.num_computed_tokens // self.block_size
+            for i, prefix_id in enumerate(seq.prefix_ids):
+                tokens = seq.token_ids[: (i + 1) * self.block_size]
+                assert self.prefixes.setdefault(prefix_id, tokens) == tokens
+        assert not any(seq.prefix_ids for seq in self.away)
         usage = slot_usage(self.manager, [(seq, len(seq) + 1) for seq in self.sequences])
         held = {
             self.memory.slot(seq, i)

@@ -245,6 +245,9 @@ def test_generate_takes_one_prompt_or_many(llm, checkpoints):
     _, prompts, expected = checkpoints["qwen3"]
     assert token_ids(llm.generate(prompts[4], greedy_params(), use_tqdm=False)) == [expected[4]]
     assert llm.generate([], greedy_params(), use_tqdm=False) == []
+    all_params = [greedy_params(length) for length in (3, 1, 2)]
+    outputs = llm.generate(prompts[:3], all_params, use_tqdm=False)
+    assert [len(ids) for ids in token_ids(outputs)] == [3, 1, 2]  # in the order of the prompts
 
 
 # --- bad input: a clear error, and the engine goes on; each kind of it is in test_inputs.py ---
@@ -293,6 +296,22 @@ def test_a_request_id_twice(llm):
         llm.add_request([2], greedy_params(2), request_id="a")
     go_on(llm)
     assert llm.abort("a") is False
+
+
+def test_ids_and_times(llm):
+    """A number that a user has chosen as an id is left out. An id is free once its output was given to the caller."""
+    start = llm.scheduler.clock()
+    first = llm.add_request([1], greedy_params(2))
+    assert not llm.scheduler.waiting  # the next step queues it
+    assert start <= llm.requests[first].arrival_time <= llm.scheduler.clock()
+    llm.add_request([2], greedy_params(2), request_id=f"{int(first) + 2}")
+    assert llm.add_request([3], greedy_params(2)) == f"{int(first) + 3}"
+    llm.generate([[4]], greedy_params(9), use_tqdm=False)  # meanwhile, the others end
+    with pytest.raises(ValueError, match="still in use"):
+        llm.add_request([5], greedy_params(2), request_id=first)
+    go_on(llm)
+    llm.add_request([5], greedy_params(2), request_id=first)
+    go_on(llm)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,9 @@ def test_a_tensor_of_the_wrong_shape_is_named(name, found, expected, tmp_path):
     save(new_model(), tmp_path)
     wrong = {f"{name}.weight": torch.zeros(found)}
     change_tensors(tmp_path, lambda tensors: tensors.update(wrong))
-    message = f"{name}.weight has shape {found}, but config.json requires {expected}"
+    message = (
+        f"model.safetensors: {name}.weight has shape {found}, but config.json requires {expected}"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         load(tmp_path)
 

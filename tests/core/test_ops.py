@@ -10,7 +10,7 @@ import pytest
 import torch
 from backends import DEVICE, TOLERANCE, backends, check_attention, ops_of
 
-from nanovllm.layers import sampler, torch_ops
+from nanovllm.layers import attention, sampler, torch_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform
@@ -40,6 +40,15 @@ def test_a_mixture_of_decodes_prompts_and_chunks(backend, head_dim, heads):
 @backends("reference", numba=14, triton=14)
 def test_a_mixture_in_float16(backend, head_dim, heads):
     check_attention(backend, MIXTURE, *heads, head_dim, torch.float16)
+
+
+def test_the_sums_of_the_reference_are_in_fp32():
+    batch, _ = random_batch([(1, 300), (5, 70)], 2, 32)
+    q = randn(6, 4, 32, device="cpu", dtype=torch.float16)
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.nan_to_num().half())
+    found = attention.paged_attention(q, batch, 1, 0.2)
+    batch.kv_cache = KVCache(batch.kv_cache.tensor.float())
+    assert torch.equal(found, attention.paged_attention(q.float(), batch, 1, 0.2).half())
 
 
 @pytest.mark.slow

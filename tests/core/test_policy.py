@@ -11,6 +11,7 @@ from fake_model import FakeRunner
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
 
@@ -78,12 +79,17 @@ def test_a_request_that_may_not_be_admitted_is_asked_for_once():
     no = {"may_admit": lambda self, request, schedule: bool(asked.append(request.request_id))}
     scheduler, runner = playing(no, [3])
     assert step(scheduler, runner) == [] and asked == ["0"]
+    asked.clear()
+    yes = {"may_admit": lambda self, request, schedule: asked.append(request.request_id) or True}
+    scheduler, runner = playing(yes, [3, 3], seqs=1)
+    assert step(scheduler, runner) == [("0", 3)] and asked == ["0"]  # request 1 does not fit
 
 
 BUDGETS = [
     # no prompt is admitted once the prompt budget is used
     ((16, 8), [8, 8], [[("0", 8)]], ["1"]),
     # a prompt budget above the budget of the step changes nothing
+    ((6, 100), [9, 9], [[("0", 6)]], ["1"]),
     ((6, 100), [9, 9], [[("0", 6)], [("0", 3), ("1", 3)], [("0", 1), ("1", 5)]], []),
 ]
 
@@ -95,6 +101,13 @@ def test_step_budget(budget, prompts, plans, waiting):
     assert [step(scheduler, runner) for _ in plans] == plans and names(scheduler.waiting) == waiting
     tables = [seq.block_table for request in scheduler.running for seq in request.sequences]
     assert scheduler.block_manager.num_used_blocks == sum(map(len, tables))
+
+
+def test_a_budget_below_the_number_of_decodes():
+    few = {"step_budget": lambda self: (2, 2) if self.running else (16, 16)}
+    scheduler, runner = playing(few, [3, 3, 3], tokens=16)
+    step(scheduler, runner)
+    assert step(scheduler, runner) == [("0", 1), ("1", 1)]
 
 
 def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
@@ -127,6 +140,31 @@ def test_should_swap():
         while not scheduler.num_preemptions:
             step(scheduler, runner)
         assert bool(scheduler.waiting[0].sequences[0].host_table) == is_swapped
+
+
+def test_reason_to_end():
+    """The policy's reason, at any length; the length, if there is none."""
+
+    def reason_to_end(self, seq):
+        is_short = seq.request.request_id == "0" and seq.num_output_tokens == 2
+        return "enough" if is_short else Scheduler.reason_to_end(self, seq)
+
+    scheduler, runner = playing({"reason_to_end": reason_to_end}, [3, 3])
+    sequences = [request.sequences[0] for request in scheduler.waiting]
+    while scheduler.has_unfinished():
+        step(scheduler, runner)
+    ends = [(seq.finish_reason, seq.num_output_tokens) for seq in sequences]
+    assert ends == [("enough", 2), ("length", 4)]
+
+
+def test_a_choice_that_is_no_candidate():
+    """Of requests that wait, and of those that run."""
+    runs = {"next_waiting": lambda self: (self.running + self.waiting)[0]}
+    scheduler, _ = playing(runs, [3, 3])
+    with pytest.raises(ScheduleError, match=r"next_waiting\(\): Request\(0\) is not one of"):
+        scheduler.schedule()
+    with pytest.raises(ScheduleError, match=r"preempt\(\): Request\(1\) is not one of"):
+        scheduler.preempt(scheduler.waiting[0])
 
 
 def is_urgent(self, request):

@@ -234,7 +234,7 @@ def test_generate_raises_the_error_once_the_others_are_done(monkeypatch):
     monkeypatch.setattr(llm.runner, "launch", launch)
     monkeypatch.setattr(Scheduler, "finish", noted)
     with pytest.raises(Boom, match="the fifth"):
-        llm.generate(list(prompts), list(params), use_tqdm=False)
+        llm.generate([*reversed(prompts)], [*reversed(params)], use_tqdm=False)
     assert len(set(done)) == len(prompts) - 2  # beams end in another way
     check_clean(llm)
     with pytest.raises(Boom):

@@ -16,7 +16,7 @@ from nanovllm.layers.sampler import Sampling, top_logprobs, uniform
 from nanovllm.layers.torch_sampler import sample
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Request
-from nanovllm.step import sampling_of
+from nanovllm.step import SMALL, sampling_of
 
 VOCAB = 50
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,6 +131,31 @@ def test_greedy_rows_beside_random_ones():
 def test_tiny_temperatures_are_greedy_and_finite():
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(5)) * 30
     assert torch.equal(sample(logits, sampling(5, temperature=1e-6)), logits.argmax(-1))
+
+
+def test_the_sum_must_pass_the_number():
+    """Eight equal tokens; these positions have the numbers 0/8 to 7/8."""
+    positions = [1238569, 1719163, 2423325, 4987235, 4970968, 3962215, 1478854, 10220519]
+    options = sampling(8, seed=1, position=torch.tensor(positions))
+    logits = torch.full((8, 9), -torch.inf)
+    logits[:, 1:] = 0.0
+    assert plain.sample(logits, options).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_row_with_top_p_of_1_keeps_the_smallest_weights():
+    """Of about 0, so that no sum shows them."""
+    options = sampling(2)
+    options.top_p = torch.tensor([1.0, 0.5])
+    ranked = torch.tensor([[0.0, -60.0]]).expand(2, -1)
+    assert plain.lowest_kept(ranked, options).tolist() == [[-60.0], [0.0]]
+
+
+def test_logits_of_16_bits_are_computed_in_fp32():
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
+    ids = torch.tensor([1, 2, 3])
+    for function in (plain.softmax_weights, lambda x, _: top_logprobs(x, ids, 2)[0]):
+        found, expected = (function(x, sampling(3, 0.7)) for x in (logits, logits.float()))
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
 def test_top_logprobs():
@@ -249,6 +274,32 @@ def test_a_row_draws_alone_what_it_draws_in_any_mixture(vocab_size):
         ]
         assert together == alone
         assert alone == plain.sample(logits, sampling_of(seqs, vocab_size)).tolist()
+
+
+@pytest.mark.parametrize(
+    "temperatures, top_ks, expected",
+    [
+        ([0, 0], [5, 5], (None, 0, False)),  # greedy rows use no filter
+        ([0, 1], [0, 2000], ([3000, 2000], 2000, False)),
+        ([0, 1], [0, SMALL], ([3000, SMALL], SMALL, True)),
+        ([1, 1], [5, SMALL + 1], ([5, SMALL + 1], SMALL + 1, False)),
+        ([1, 1], [5, 0], ([5, 3000], 5, False)),
+    ],
+)
+def test_a_filter_that_no_row_uses_is_none(temperatures, top_ks, expected):
+    def made(**fields):
+        all_params = [
+            SamplingParams(temperature=temperature, top_k=top_k, **fields)
+            for temperature, top_k in zip(temperatures, top_ks)
+        ]
+        return sampling_of([Request("a", None, [1], p).sequences[0] for p in all_params], 3000)
+
+    one = made()
+    found = None if one.top_k is None else one.top_k.tolist()
+    assert (found, one.max_top_k, one.all_have_top_k) == expected
+    assert one.top_p is one.min_p is None
+    both = made(top_p=0.9, min_p=0.5)
+    assert (both.top_p is None) == (both.min_p is None) == (max(temperatures) == 0)
 
 
 @pytest.mark.slow(but_every=7)

@@ -7,12 +7,16 @@ import random
 from collections import Counter
 
 import pytest
-from fake_model import FakeRunner, expected_output, next_token
+from fake_model import FakeRunner, expected_output, likeliest, next_token
 from hypothesis import HealthCheck, given, settings
 from scenarios import AnyPolicy, play, scenarios
 from scheduling import drain, new_request, new_scheduler, step
 
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
+from nanovllm.topics.decoding import groups
 from nanovllm.topics.swapping.blocks import free_host
 
 
@@ -50,6 +54,19 @@ def test_max_num_seqs_bounds_the_batch():
     assert step(scheduler, runner) == [("0", 1), ("1", 1), ("1", 1)]
 
 
+def test_a_sample_that_has_ended_leaves_its_seat_and_its_blocks():
+    """Five of six blocks are in use; what forked has its own already."""
+    scheduler, runner = new_scheduler(num_blocks=6, seqs=3), FakeRunner(4)
+    samples = new_request(0, 8, max_tokens=4, n=3)
+    scheduler.add(samples)
+    step(scheduler, runner)
+    scheduler.add(new_request(1, [9] * 7))
+    assert len(step(scheduler, runner)) == 3
+    scheduler.finish(samples.sequences[1], "stop")
+    assert scheduler.running == [samples] and scheduler.block_manager.num_free_blocks == 2
+    assert step(scheduler, runner) == [("0", 1), ("0", 1), ("1", 7)]
+
+
 def test_last_arrived_is_preempted_and_comes_back():
     scheduler, runner = new_scheduler(num_blocks=4, block_size=4), FakeRunner(4)
     first, second = new_request(0, [1] * 7, max_tokens=6), new_request(1, [2] * 7, max_tokens=6)
@@ -76,6 +93,7 @@ def test_no_request_is_admitted_in_a_step_that_preempts():
     scheduler.add(new_request(-1, [3] * 3))
     assert step(scheduler, runner) == [("0", 1)]
     assert scheduler.num_preemptions == 1 and scheduler.block_manager.num_free_blocks == 2
+    assert [request.arrival for request in scheduler.waiting] == [-1, 1]
 
 
 def test_a_part_of_the_blocks_stays_free_for_running_requests():
@@ -96,6 +114,24 @@ def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
         scheduler.add(new_request(i, [i] * 21, max_tokens=4))
     computed, _ = drain(scheduler, FakeRunner(4, vocab_size=50))
     assert computed == 6 * (21 + 3) and scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_admission_takes_the_blocks_of_all_tokens(n):
+    """Also of chunks to come, and of samples that come back. Tokens are counted the first time only."""
+    scheduler, runner = new_scheduler(tokens=3), FakeRunner(4, vocab_size=50)
+    request = new_request(0, 8, max_tokens=24, n=n)
+    scheduler.add(request)
+    step(scheduler, runner)
+    assert len(request.sequences[0].block_table) == 2
+    assert request.has_forked == (n == 1), "a single sequence has its own blocks"
+    while len(request.sequences[0]) < 16:
+        step(scheduler, runner)
+    scheduler.preempt(request)
+    assert not request.has_forked
+    scheduler.schedule()
+    assert request.has_forked and [len(seq.block_table) for seq in request.sequences] == [4] * n
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (8, 0)
 
 
 @pytest.mark.parametrize("tokens, computed, peak", [(400, 384, 32), (64, 384, None)])
@@ -123,6 +159,7 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
     scheduler.add(request)
     assert step(scheduler, runner) == [("0", prompt)]
     assert scheduler.block_manager.num_used_blocks == shared
+    assert not scheduler.block_manager.unwritten  # the step has written them
     assert all(len(s) == prompt + 1 for s in request.sequences)
     schedule = scheduler.schedule()
     assert [item.num_tokens for item in schedule.items] == [1, 1, 1]
@@ -196,6 +233,40 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     check_tokens(request, vocab_size=3)
 
 
+def test_samples_come_back_from_the_host_with_tokens_of_their_own():
+    scheduler = new_scheduler(num_blocks=30, tokens=64, num_host_blocks=30)
+    runner = FakeRunner(4, vocab_size=50)
+    request = new_request(0, 8, max_tokens=24, n=3)
+    scheduler.add(request)
+    for _ in range(12):
+        step(scheduler, runner)
+    scheduler.preempt(request)
+    runner.swap(scheduler.block_manager.take_moves().swaps_out, {})
+    forget_the_cache(scheduler)
+    assert step(scheduler, runner) == [("0", 1)] * 3
+    drain(scheduler, runner)
+    check_tokens(request)
+
+
+@pytest.mark.parametrize(
+    "budgets, missing, expected",
+    [
+        ((2, 0), [1, 1], [1, 1]),
+        ((1, 9), [1, 1], []),  # together or not at all
+        ((9, 2), [4, 3], [2]),
+        ((4, 9), [4, 3], [3, 1]),
+        ((9, 9), [4, 1], [3]),  # and no last tokens
+    ],
+)
+def test_samples_get_their_next_tokens_together(budgets, missing, expected):
+    request = new_request(0, 8, max_tokens=20, n=2)
+    request.max_len, request.has_forked = 28, True
+    for seq, num_missing in zip(request.sequences, missing):
+        seq.num_computed_tokens = 8 - num_missing
+    items = groups.tokens_to_compute(request, Schedule(*budgets))
+    assert [item.num_tokens for item in items] == expected
+
+
 def test_a_prefix_of_two_requests_is_swapped_once():
     scheduler, runner = new_scheduler(num_blocks=20, tokens=64, num_host_blocks=20), FakeRunner(4)
     first = new_request(0, [*range(12), 50], max_tokens=9)
@@ -231,6 +302,19 @@ def test_hits_are_counted_out_of_the_first_chunk(shared):
     assert scheduler.num_prompt_tokens == 24
 
 
+def test_log_probabilities_are_kept_if_a_request_wants_them():
+    scheduler, runner = new_scheduler(), FakeRunner(4)
+    plain, asks = new_request(0, 3, max_tokens=2), new_request(1, 5, max_tokens=2)
+    asks = Request("1", None, asks.prompt_token_ids, SamplingParams(max_tokens=2, logprobs=1))
+    for request in (plain, asks):
+        scheduler.add(request)
+    drain(scheduler, runner)
+    (seq,) = asks.sequences
+    texts = [tuple(seq.token_ids[:length]) for length in (5, 6)]
+    assert seq.logprobs == [likeliest(text, 1, 3) for text in texts]
+    assert plain.sequences[0].logprobs is None
+
+
 def test_priority_decides_which_request_goes_first():
     class ShortestPromptFirst(Scheduler):
         def priority(self, request):
@@ -243,15 +327,25 @@ def test_priority_decides_which_request_goes_first():
 
 
 def test_abort_in_every_state():
-    scheduler, runner = new_scheduler(num_blocks=4, seqs=2), FakeRunner(4)
-    requests = [new_request(i, [i] * 7, max_tokens=9) for i in range(3)]
+    scheduler, runner = new_scheduler(num_blocks=30, seqs=5, num_host_blocks=9), FakeRunner(4)
+    requests = [new_request(i, [i] * 7, max_tokens=9, n=i or 1) for i in range(3)]
     for request in requests:
         scheduler.add(request)
-    step(scheduler, runner)
-    for request in requests:  # running, running, waiting
-        scheduler.abort(request)
+    for _ in range(3):
+        step(scheduler, runner)
+    scheduler.preempt(requests[2])
+    assert all(seq.host_table for seq in requests[2].sequences)  # all samples are swapped out
+    scheduler.schedule()
+    assert scheduler.num_swapped_blocks == 3 and requests[2] in scheduler.running
+    scheduler.preempt(requests[2])
+    late = new_request(3, 3)
+    scheduler.add(late)
+    for request in [*requests, late]:  # running, running, on the host, waiting
+        for _ in range(2):
+            scheduler.abort(request)
         assert request.sequences[0].finish_reason == "abort"
     assert not scheduler.has_unfinished() and scheduler.block_manager.num_used_blocks == 0
+    assert len(scheduler.block_manager.free_host_blocks) == 9
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,38 @@ def test_when_a_search_ends(early_stopping, ends):
         assert (not running) == ends
 
 
+def test_which_candidates_count():
+    """The first ones, the likeliest first; results are the best, even if they came late."""
+    params = BeamSearchParams(beam_width=1, early_stopping="never", length_penalty=0.0)
+    search = BeamSearch(params, frozenset([9]), max_output_tokens=4)
+    start = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    ended = [Beam(start, 9, -2.0 - i) for i in range(search.num_candidates - 1)]
+    (running,) = search.advance([*ended, Beam(start, 3, -1.0)])
+    assert running.token_id == 3 and not search.results  # one that ends must be the likeliest
+    search.advance([Beam(start, 9, -2.0), Beam(start, 3, -2.5)])
+    search.advance([Beam(start, 9, -0.5), Beam(start, 3, -2.5)])
+    assert [beam.score for beam in search.results] == [-0.5]
+    long = BeamSearchParams(beam_width=1, early_stopping="never", length_penalty=2.0)
+    search = BeamSearch(long, frozenset([9]), max_output_tokens=4)
+    assert search.advance([*ended, Beam(start, 9, -8.0), Beam(start, 3, -9.0)]) == []
+
+
+@pytest.mark.parametrize(
+    "penalty, logprob, is_decided", [(-1, -0.9, False), (1, -4.0, True), (1, -3.0, False)]
+)
+def test_a_search_is_decided_if_nothing_is_expected_to_be_better(penalty, logprob, is_decided):
+    """A result of -2 for one token; the likeliest beam has two. The length with the best score is the present one, if long
+    outputs are punished. An equal score is not better."""
+    early_stopping = False if penalty > 0 else "never"
+    params = BeamSearchParams(beam_width=1, early_stopping=early_stopping, length_penalty=penalty)
+    search = BeamSearch(params, frozenset([9]), max_output_tokens=4)
+    start = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    search.advance([Beam(start, 9, -2.0), Beam(start, 3, -2.5)])
+    child = Request(None, None, [1, 2], params.sampling_params()).sequences[0]
+    child.token_ids += [3]
+    assert (search.advance([Beam(child, 3, logprob), Beam(child, 4, -9.0)]) == []) == is_decided
+
+
 def token_ids(outputs):
     return [[o.token_ids for o in output.outputs] for output in outputs]
 

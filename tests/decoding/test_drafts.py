@@ -13,15 +13,16 @@ from fake_engine import new_llm as new_fake_llm
 from fake_model import FakeRunner, Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenarios import play, scenarios
+from scenarios import play, scenarios, with_beams
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.decoding.drafts import Lookup, Proposer, SpeculativeConfig
+from nanovllm.topics.decoding.drafts import Lookup, Proposer, SpeculativeConfig, allows_drafts
 from nanovllm.topics.decoding.groups import share
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
@@ -173,13 +174,51 @@ def test_draft_tokens_take_free_blocks_only_and_give_them_back():
     scheduler.add(new_request(1, 7, max_tokens=7))
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
-        assert schedule.num_used_blocks <= 5
+        assert schedule.num_used_blocks == scheduler.block_manager.num_used_blocks
         scheduler.update(schedule, *runner.run(schedule))
         sequences = [seq for r in scheduler.unfinished() for seq in r.unfinished]
         check_blocks(scheduler.block_manager, sequences)
         assert all(len(seq.block_table) <= -(-len(seq) // 4) for seq in sequences)
+        for row, last in schedule.sampled.items():  # those that were refused are gone
+            text = getattr(last, "seq", row).token_ids
+            assert text[: len(row)] == row.token_ids
     stats = scheduler.proposer.stats
     assert stats["draft_tokens"] > 10 and stats["accepted_draft_tokens"] < stats["draft_tokens"] / 2
+
+
+def test_blocks_that_samples_will_need_at_their_fork_are_left_alone():
+    class SlowPrompts(Scheduler):
+        def step_budget(self):
+            return self.max_num_batched_tokens, 3
+
+    scheduler = new_scheduler(num_blocks=12, tokens=64, cls=SlowPrompts)
+    scheduler.proposer, runner = Zeros(30), FakeRunner(4, vocab_size=3)
+    samples = new_request(1, 9, n=3)
+    for request in (new_request(0, 3, max_tokens=40), samples):
+        scheduler.add(request)
+    for _ in range(3):
+        schedule = scheduler.schedule()
+        assert not samples.has_forked and scheduler.block_manager.num_free_blocks >= 2
+        scheduler.update(schedule, *runner.run(schedule))
+
+
+def test_a_chunk_gets_no_drafts_if_more_of_the_prompt_is_missing():
+    class SlowPrompts(Scheduler):
+        def step_budget(self):
+            return self.max_num_batched_tokens, 3
+
+    scheduler, runner = new_scheduler(tokens=20, cls=SlowPrompts), FakeRunner(4, vocab_size=3)
+    scheduler.proposer = Zeros(6)
+    scheduler.add(new_request(0, 5))
+    assert step(scheduler, runner) == [("0", 3)]
+
+
+def test_beams_and_scored_prompts_get_no_drafts():
+    plain, forks, beams = new_request(0, 3), new_request(1, 3, n=2), with_beams(new_request(2, 3))
+    scored = Request("3", None, [1, 2, 3], SamplingParams(prompt_logprobs=0))
+    for request in (plain, beams, scored):
+        request.has_forked = True
+    assert [*map(allows_drafts, (plain, forks, beams, scored))] == [True, False, False, False]
 
 
 def test_a_policy_says_how_many():
@@ -354,6 +393,9 @@ def test_a_sample_that_is_the_beginning_of_another_keeps_its_last_token():
     request.sequences[1].token_ids += [6, 7]
     share(request, BlockManager(9, 4))
     assert request.num_shared_tokens == 4
+    request.sequences[0].token_ids += [6, 8]
+    share(request, BlockManager(9, 4))
+    assert request.num_shared_tokens == 6  # tokens that were sampled alike are shared, too
 
 
 @pytest.mark.parametrize("options", [{}, {"speculative_config": {"num_speculative_tokens": 16}}])

@@ -5,6 +5,7 @@ Run: pytest tests/processing/test_text.py [-k stop_string]
 
 import random
 import threading
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.processing.outputs import CompletionOutput
-from nanovllm.processing.text import Text
+from nanovllm.processing.text import MOST_TOKENS, Text
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
         shown = stream.num_safe_chars
         if stopped:
             break
-    stream.num_safe_chars = len(output.text)  # it has ended
+    assert not stopped or stream.num_safe_chars == len(output.text)
+    if not stopped:
+        stream.end()
     pieces.append(output.text[shown : stream.num_safe_chars])
     return pieces, output.text, stopped
 
@@ -117,6 +120,28 @@ def test_a_stop_string_completed_by_the_last_allowed_token(llm):
         user("count from 1 to 9"), greedy(max_tokens=4, stop=text[-1]), use_tqdm=False
     )
     assert output.outputs[0].finish_reason == "stop" and text[-1] not in output.outputs[0].text
+
+
+def test_each_sample_ends_by_its_own_stop_string(llm):
+    params = SamplingParams(n=4, seed=4, max_tokens=20)
+    (whole,) = llm.chat(user("tell me a story"), params, use_tqdm=False)
+    params = replace(params, stop=" a")
+    (output,) = llm.chat(user("tell me a story"), params, use_tqdm=False)
+    texts = [one.text for one in whole.outputs]
+    assert [one.text for one in output.outputs] == [text.partition(" a")[0] for text in texts]
+    reasons = ["stop" if " a" in text else "length" for text in texts]
+    assert [one.finish_reason for one in output.outputs] == reasons
+    assert len({text.find(" a") for text in texts}) > 1
+
+
+def test_few_tokens_are_decoded_together(llm):
+    output = CompletionOutput(0)
+    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams())
+    text = "One word after the other. " * 9
+    for token_id in llm.tokenizer.encode(text):
+        stream.add(token_id)
+        assert len(stream.token_ids) - stream.begin <= MOST_TOKENS
+    assert output.text == text
 
 
 @pytest.mark.parametrize("stop", [None, ["tt", " the end"]])

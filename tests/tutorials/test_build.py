@@ -1,6 +1,6 @@
 """Build it: holes are complete, the engine's tests accept right bodies, refuse wrong ones, and say why in a sentence.
 
-Run: pytest tests/tutorials/test_build.py; with --slow all wrong bodies of wrong_answers/build.txt
+Run: pytest tests/tutorials/test_build.py; with --slow all wrong bodies of wrong_answers/bodies.txt
 """
 
 import compileall
@@ -9,11 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from book import ROOT, TUTORIALS
-from wrong_answers.read import wrong_answers
+from wrong_answers.bodies import wrong_bodies
 
 from tutorials import build
 from tutorials.building.holes import open_holes, with_holes
@@ -67,42 +66,98 @@ def test_an_open_hole_is_named(tmp_path, capsys):
     result = build.check(tmp_path / "mine", BLOCKS)
     test = "no part of a block is copied before the step that writes it"
     assert result.lines() == [
-        "milestone 1, blocks: 51 of 56 tests pass",
+        "milestone 1, blocks: 57 of 63 tests pass",
         "still open: BlockManager.fork in block_manager.py",
         f"first: {test}: BlockManager.fork is still open (milestone 1, chapter 02)",
         "read: tutorials/02_blocks.md#when-may-others-find-it",
         "these fail, too: the first write into a shared block copies it; "
-        "writing into a full block that was forked in its middle",
+        "writing into a full block that was forked in its middle; "
+        "a fork takes the cached blocks behind its own",
     ]
     scores = [test["score"] for test in result.points().results()["tests"]]
     assert scores == [10, 10, 5, 10, 0, 0, 10]
+    assert build.advice(tmp_path / "mine")[0] == "done: nothing yet"
     blocks.write_text("x = 1\ny = (\n")
     assert build.main(["check", f"{tmp_path / 'mine'}", "1"]) == 1
     assert "does not load: block_manager.py, line 2: SyntaxError" in capsys.readouterr().out
+
+
+FORGED = """
+import sys
+place = sys._getframe()
+while "job" not in place.f_locals:
+    place = place.f_back
+open(place.f_locals["job"]["report"], "a").write('{"collected": ["a"]}\\n{"passed": "a"}\\n{"ended": true}\\n')
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ("self.blocks[block_id].ref_count += 1", 'import pytest; pytest.skip("later")', "your code skips the test"),
+        ("block.ref_count = 1\n        return", "import os; os._exit(0)\n        return", "your code has ended Python"),
+        ("EMPTY_PREFIX = 0\n", f"EMPTY_PREFIX = 0\n{FORGED}", "your code has ended Python"),
+    ],
+)  # fmt: skip
+def test_no_test_is_passed_by_leaving(old, new, says, tmp_path):
+    build.new(tmp_path / "mine")
+    source = source_of("block_manager.py")
+    assert source.count(old) == 1
+    path = tmp_path / "mine" / "nanovllm" / "block_manager.py"
+    path.write_text(source.replace(old, new))
+    result = build.check(tmp_path / "mine", BLOCKS)
+    assert not result.is_right and says in result.first_problem()[0]
+
+
+def test_a_file_of_another_milestone_is_named(tmp_path):
+    """Its fault is in the scheduler, and the tests of blocks find it."""
+    build.new(tmp_path / "mine")
+    for module, old, new in (
+        ("scheduler.py", "self.running.sort(key=self.running_order)", "self.running.pop(0)"),
+        ("block_manager.py", "", ""),
+    ):
+        path = tmp_path / "mine" / "nanovllm" / module
+        path.write_text(f"{source_of(module).replace(old, new) if old else source_of(module)}\n")
+    lines = build.check(tmp_path / "mine", BLOCKS).lines()
+    assert lines[1] == "with your scheduler.py"
+    assert "with our scheduler.py all of these tests pass: look there" in lines
+
+
+def test_right_bodies_have_their_gain_and_are_noted(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    build.new(folder)
+    path = folder / "nanovllm" / "block_manager.py"
+    path.write_text(source_of(path.name))
+    assert build.main(["check", f"{folder}", "1", "--guess", "20"]) == 0
+    assert "with your code: 12 blocks; your guess was 20" in capsys.readouterr().out
+    done, following, *_ = build.advice(folder)
+    assert done == "done: 1 blocks" and following.startswith("next: 2 scheduler")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_wrong_bodies_are_refused_and_right_ones_pass(tmp_path):
     """A wrong one by the test that its sentence names. numba's kernels run as plain Python."""
-    jobs, answers = [], wrong_answers("build")
+    jobs, answers = [], [body for body in wrong_bodies() if not body.says.startswith("all pass:")]
     build.assemble(ROOT, BLOCKS, tmp_path / "whole")
     compileall.compile_dir(tmp_path / "whole", quiet=1)
     for i, answer in enumerate(answers):
-        milestone, place = MILESTONES[int(answer.exercise) - 1], tmp_path / str(i)
+        milestone, place = MILESTONES[answer.milestone - 1], tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", place, copy_function=os.link)
-        changed = answer.code("\f".join(map(source_of, milestone.holes))).split("\f")
-        for module, source in zip(milestone.holes, changed, strict=True):
+        changed = answer.changed({module: source_of(module) for module in milestone.holes})
+        for module, source in changed.items():
             (place / "nanovllm" / module).unlink()  # it is a link
             (place / "nanovllm" / module).write_text(source, encoding="utf-8")
         named = re.split(r": | \\", answer.says)[0]
         decisive = [test for test in milestone.tests if re.search(named, title_of(test))]
         job = build.job_of(milestone, place, place / "report")
-        jobs.append(job | {"tests": decisive or milestone.tests})
+        jobs.append(job | {"tests": decisive or milestone.tests, "measures": False})
     code = f"from tutorials.building.run import run_each; run_each({jobs})"
     env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONDONTWRITEBYTECODE": ""}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
     for answer, job in zip(answers, jobs):
-        result = build.result_of(MILESTONES[int(answer.exercise) - 1], [], Path(job["report"]), "")
+        result = build.result_of(MILESTONES[answer.milestone - 1], [], job, "")
         says = "all pass" if result.is_right else result.first_problem()[0]
-        assert re.search(answer.says, says), (answer.exercise, answer.name, says)
+        assert re.search(answer.says, says), (answer, says)

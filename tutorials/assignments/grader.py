@@ -72,7 +72,7 @@ class Grader:
         except Unreadable as error:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the file may replace it
             self._grade(report, Submission(source, path.name, Path(folder), self.limit))
         return report
 

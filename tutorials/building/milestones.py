@@ -40,6 +40,11 @@ class Milestone(NamedTuple):
         return f"milestone {self.number}, chapter {self.chapter}"
 
     @property
+    def is_last(self) -> bool:
+        """Whether it checks the whole engine."""
+        return not self.holes
+
+    @property
     def tests(self) -> list[str]:
         return [
             f"{group.file}::{test}{group.variant}" for group in self.groups for test in group.tests
@@ -74,3 +79,8 @@ def milestone_of(paragraph: str) -> Milestone:
 
 
 MILESTONES = [*map(milestone_of, TABLE.read_text(encoding="utf-8").strip().split("\n\n")[1:])]
+for one in MILESTONES[:-1]:  # the last one fails for an engine that any other would fail
+    name = f"milestone {one.number}, {one.name}"
+    MILESTONES[-1].groups.extend(
+        group._replace(name=f"{name}: {group.name}") for group in one.groups
+    )

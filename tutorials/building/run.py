@@ -7,6 +7,7 @@ nothing of nanovllm before the student's package is first on the path.
 import gc
 import importlib
 import json
+import operator
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tutorials.building.gains import GAINS
 from tutorials.building.holes import function_at
 from tutorials.building.milestones import title_of
 
@@ -25,6 +27,9 @@ LONGEST = 240  # characters of a value in a sentence
 LIMIT = 60  # seconds of a test
 QUIET = ["-c", f"{ROOT / 'pyproject.toml'}", "--rootdir", f"{ROOT}"]
 QUIET += ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]  # which collects garbage
+HOLDS: dict[str, Any] = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
+HOLDS |= {"<=": operator.le, ">=": operator.ge, "is": operator.is_, "is not": operator.is_not}
+HOLDS |= {"in": lambda left, right: left in right, "not in": lambda left, right: left not in right}
 
 
 def short(value: object) -> str:
@@ -48,6 +53,8 @@ def place_of(error: BaseException, package: Path) -> tuple[str, str]:
 
 def problem_of(error: BaseException, package: Path) -> str:
     """A sentence about the error, without a traceback."""
+    while group := getattr(error, "exceptions", ()):
+        error = group[0]  # hypothesis has found several
     cause = error
     while cause is not None and not isinstance(cause, NotImplementedError):
         cause = cause.__cause__  # the engine may have made another error of it
@@ -80,21 +87,31 @@ def sentence(item: pytest.Item, error: BaseException, package: Path) -> str:
     return f"{title_of(item.nodeid)}{f' ({given})' if given else ''}: {said}"
 
 
+def holds(op: str, left: Any, right: Any) -> bool:
+    """Whether a comparison is true: pytest explains those parts of an `and` as well."""
+    try:
+        return bool(HOLDS[op](left, right))
+    except Exception:  # arrays have no single answer, and an operator may not be known
+        return False
+
+
 def too_long(*_: Any) -> None:
     raise TimeoutError(f"it still runs after {LIMIT} s")
 
 
 class Events:
-    """A plugin of pytest that writes what happens."""
+    """A plugin of pytest that writes what happens. Each line begins with a secret word, which the
+    student's code is not told."""
 
-    def __init__(self, report: Path, package: Path, tests: list[str]):
-        self.report = report
+    def __init__(self, job: dict[str, Any], package: Path, tests: list[str]):
+        self.secret = job["secret"]
+        self.report = Path(job["report"])
         self.package = package
         self.tests = (*tests,)  # the names of the tests that run begin with one of these
 
     def write(self, **event: Any) -> None:
         with self.report.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+            file.write(f"{self.secret}{json.dumps(event)}\n")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -123,6 +140,8 @@ class Events:
             others = [key for key in left if key in right and left[key] != right[key]]
             if others:
                 left, right = ({key: one[key] for key in others} for one in (left, right))
+        if holds(op, left, right):
+            return [f"{short(left)} {op} {short(right)} holds"]
         if op == "==":
             return [f"got {short(left)}, expected {short(right)}"]
         return [f"{short(left)} {op} {short(right)} does not hold"]
@@ -132,7 +151,11 @@ class Events:
         self, item: pytest.Item, call: pytest.CallInfo
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if report.skipped:
+        error = call.excinfo and call.excinfo.value
+        if report.skipped and isinstance(error, BaseException) and place_of(error, self.package)[0]:
+            says = f"your code skips the test: {problem_of(error, self.package)}"
+            self.write(failed=item.nodeid, says=says)
+        elif report.skipped:
             self.write(skipped=item.nodeid)
         elif report.failed and call.excinfo is not None:
             self.write(failed=item.nodeid, says=sentence(item, call.excinfo.value, self.package))
@@ -142,11 +165,12 @@ class Events:
 
 
 def run(job: dict[str, Any], *options: str) -> None:
-    """Imports the package in a folder, then runs the tests. `build.job_of` makes the job."""
+    """Imports the package in a folder, runs the tests, and measures what the milestone brings if all
+    pass. `build.job_of` makes the job."""
     folder = Path(job["folder"])
     sys.path.insert(0, str(folder))
     tests = job["tests"]
-    events = Events(Path(job["report"]), folder / "nanovllm", tests)
+    events = Events(job, folder / "nanovllm", tests)
     if not job["has_numba"]:  # a new package has no compiled kernels: PyTorch is faster
         sys.modules["numba"] = None  # type: ignore[assignment]
     try:
@@ -157,7 +181,14 @@ def run(job: dict[str, Any], *options: str) -> None:
         return
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever is installed
     names = dict.fromkeys(test.partition("[")[0] for test in tests)
-    pytest.main([*QUIET, *options, *names], plugins=[events])
+    code = pytest.main([*QUIET, *options, *names], plugins=[events])
+    gain = GAINS.get(job["milestone"])
+    if code == 0 and gain is not None and not options and job["measures"]:
+        try:
+            events.write(gain=gain.measure())
+        except Exception as error:
+            events.write(broken=f"its gain: {problem_of(error, events.package)}")
+    events.write(ended=True)
 
 
 def run_each(jobs: list[dict[str, Any]]) -> None:
@@ -183,4 +214,4 @@ def run_each(jobs: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run(json.loads(sys.argv[1]))
+    run(json.load(sys.stdin), *sys.argv[1:])

@@ -9,7 +9,8 @@ from nanovllm.topics.quantization.groups import SMALLEST_SCALE, quantize
 # --- 21.1 ---
 def quantized(numbers: list[float], bits: int) -> tuple[list[int], float, int]:
     """The codes of a group of weights, from 0 to 2**bits - 1, its scale and its zero, as the lines
-    of chapter 21 make them. If all numbers are 0, so are all that come back."""
+    of chapter 21 make them: halves are rounded to even, as by `round`. If all numbers are 0, so are
+    all that come back."""
     raise NotImplementedError
 
 

@@ -213,7 +213,7 @@ SHEETS = {
     ),
     "order": Sheet(
         "The order of the queue",
-        "Shortest first has the smallest mean latency. Who pays for it, and how much ageing helps?",
+        "Shortest first has the smallest mean latency. Who pays for it, and how much does ageing help?",
         "Choose the shortest guess first without ageing, and look at the mean latency and at the "
         "longest TTFT (time to first token). Then raise the ageing step by step.",
         (

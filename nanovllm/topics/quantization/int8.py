@@ -12,21 +12,31 @@ from nanovllm.topics.quantization.groups import LARGEST, Groups, quantize
 ZERO = LARGEST + 1  # what stands for 0 in activations
 
 
-def new_product(weight: Groups) -> Callable[[Tensor], Tensor]:
+def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows x [T, in] as uint8, with ZERO for 0, and their scales [T, 1]."""
+    rows, scales = quantize(x)
+    rows += ZERO
+    return rows.to(torch.uint8), scales
+
+
+def new_product(weight: Groups, in_bytes: Callable = in_bytes) -> Callable[[Tensor], Tensor]:
     """The product with a weight in 8 bits whose groups are rows, in oneDNN's own layout."""
     codes = weight.codes.flatten(1)
     zeros = torch.zeros(len(codes), dtype=torch.int32)
     # the layout is chosen for about this many rows of activations
     packed = torch.ops.onednn.qlinear_prepack(codes, [64, codes.shape[1]])
-    return partial(onednn_product, packed=packed, scales=weight.scales.squeeze(1), zeros=zeros)
+    scales = weight.scales.squeeze(1)
+    held = {"packed": packed, "scales": scales, "zeros": zeros}
+    return partial(onednn_product, in_bytes=in_bytes, **held)
 
 
-def onednn_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+def onednn_product(
+    x: Tensor, in_bytes: Callable, packed: Tensor, scales: Tensor, zeros: Tensor
+) -> Tensor:
     """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes signed
     ones with plain loops."""
-    rows, scale = quantize(x)
-    rows += ZERO
-    return multiplied(rows.to(torch.uint8), ZERO, packed, scales, zeros).mul_(scale)
+    rows, row_scales = in_bytes(x)
+    return multiplied(rows, ZERO, packed, scales, zeros).mul_(row_scales)
 
 
 def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:

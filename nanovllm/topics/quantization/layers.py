@@ -108,12 +108,15 @@ def joined(parts: list[Groups]) -> Groups:
 def product_for(weight: Groups, backend: str) -> Product:
     """Returns the function that multiplies activations [T, in] with this weight."""
     is_cpu = weight.codes.device.type == "cpu"
-    if is_cpu and int8.can_multiply(weight):
-        return int8.new_product(weight)
-    if is_cpu and backend.endswith("numba_ops") and weight.zeros is not None:
+    if is_cpu and backend.endswith("numba_ops"):
         from nanovllm.topics.quantization import numba_product
 
-        return partial(numba_product.product, weight=weight)
+        if weight.zeros is not None:
+            return partial(numba_product.product, weight=weight)
+        if int8.can_multiply(weight):
+            return int8.new_product(weight, numba_product.in_bytes)
+    if is_cpu and int8.can_multiply(weight):
+        return int8.new_product(weight)
     if backend.endswith("triton_ops"):
         from nanovllm.topics.quantization import triton_product
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel
+from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel, store_row
 from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
-from nanovllm.layers.numba_ops import run
+from nanovllm.layers.numba_ops import array, run
 from nanovllm.layers.numba_step import Form, Rows, Weights, new_rows
 from nanovllm.topics.quantization.groups import Groups, plain_product
 
@@ -25,6 +25,24 @@ FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
 def integers_of(rows, begin, end):
     """Program t: the groups of row t."""
     quantize_kernel(rows.integers, rows.scales, rows.sums, rows.grouped, begin, end)
+
+
+@exact_kernel
+def bytes_of_rows(codes, numbers, scales, x, begin, end):
+    """Program t: row t as int8.in_bytes has it. `codes` and `numbers` are the same memory."""
+    for t in range(begin, end):
+        scales[t, 0] = store_row(codes[t], x[t])
+        for i in range(codes.shape[1]):
+            numbers[t, i] ^= np.uint8(128)  # adds 128 to a signed number
+
+
+def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes int8.in_bytes in one pass."""
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    numbers = codes.view(torch.uint8)
+    scales = torch.empty(len(x), 1)
+    run(bytes_of_rows, (*map(array, (codes, numbers, scales, x)),), len(x), x.numel())
+    return numbers, scales
 
 
 @exact_kernel
@@ -137,7 +155,7 @@ def pairs_kernel(GROUP: int) -> Callable:
 
 
 def product_of_pairs(x: Tensor, weight: Groups, ends: Tensor) -> Tensor:
-    """x [P, in], rows sorted by expert, each times a matrix [out, in] of the weight: fp32 [P, out]."""
+    """x [P, in], sorted by expert, each row times a matrix [out, in] of the weight: fp32 [P, out]."""
     group = weight.codes.shape[2]
     rows = new_rows(x.float().contiguous(), in_4_bits(group))
     run(integers_of, (rows,), len(x), 0)

@@ -30,8 +30,8 @@ def compute(manager: BlockManager, seq: Sequence) -> int:
 
 
 def check_1(answers) -> None:
-    for n in (1, 2, 15, 16, 17, 31, 32, 33, 100):
-        manager = BlockManager(num_blocks=8, block_size=16)
+    for n in (*range(1, 100), 255, 256, 257, 999, 1000, 1024):
+        manager = BlockManager(num_blocks=64, block_size=16)
         for _ in range(2):
             seq = sequence(range(n))
             num_hit = compute(manager, seq)

@@ -30,6 +30,8 @@ def check_1(answers) -> None:
         ("ENDE", ["ENDEN!"]),
         ("the E", ["x", "END"]),
         ("stop", ["s"]),
+        ("the end of a long", ["the end of a long, long text"]),
+        ("a" + 70 * "x", ["a" + 80 * "x"]),
     ]
     for _ in range(300):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))]

@@ -121,3 +121,17 @@ def judge_numbers(answers) -> None:
         said = answers.checked(0, p, q, u, v)
         case = f"p={p}, q={q}, draft token 0, u={u}, v={v}"
         expect(said == right, f"{case}: token {right}, but checked says {said}")
+    judge_edges(answers)
+
+
+def judge_edges(answers) -> None:
+    """A token with probability 0 never comes, and there is a token for each number."""
+    rng, cases = random.Random(1), [([0.0, 0.0, 1.0], 0.5, 0.0), ([0.0, 0.0, 1.0], 0.0, 0.5)]
+    for _ in range(2000):
+        weights = [rng.random() for _ in range(rng.randint(3, 12))]
+        cases.append(([0.0, *(w / sum(weights) for w in weights)], 0.5, 1 - 2**-53))
+    for p, u, v in cases:
+        said = answers.checked(0, p, [1.0] + [0.0] * (len(p) - 1), u, v)
+        case = f"p={p}, q=[1.0, 0.0, ...], draft token 0, u={u}, v={v}"
+        is_right = said in range(len(p)) and p[said] > 0
+        expect(is_right, f"{case}: a token with a probability above 0, but checked says {said}")
