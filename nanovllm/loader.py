@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.models.dense import DenseModel, check_supported, check_type, has_states
+from nanovllm.models.dense import HYBRID_TYPES, MODEL_TYPES, DenseModel, has_states
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
@@ -82,7 +82,11 @@ def load_config(path: Path):
     file = path / "config.json"
     stored = read_json(file)
     with reading(file):
-        check_type(stored.get("model_type"))  # before transformers asks whether to run its code
+        # before transformers asks whether to run its code
+        if stored.get("model_type") not in MODEL_TYPES + HYBRID_TYPES:
+            from nanovllm.topics.checks.families import refusal_of  # chapter 05
+
+            raise refusal_of(stored, MODEL_TYPES + HYBRID_TYPES)
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
@@ -92,7 +96,7 @@ def load_config(path: Path):
 
             config = text_config(config)
         else:
-            check_supported(config)
+            model_class(config).check(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
@@ -189,6 +193,8 @@ def load_model(
     unexpected = []
     for file in files:
         with reader.tensors_of(file) as tensors:
+            if hasattr(model, "view"):
+                tensors = model.view(tensors)  # type: ignore[operator]
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     module, kind, rows = missing.pop(name)
@@ -231,6 +237,10 @@ def model_class(config) -> Any:
         from nanovllm.topics.hybrid.model import HybridModel  # chapter 23
 
         return HybridModel
+    if config.model_type == "qwen3_moe":
+        from nanovllm.models.experts import ExpertsModel
+
+        return ExpertsModel
     return DenseModel
 
 

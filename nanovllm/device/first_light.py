@@ -13,6 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,17 @@ from timeit import repeat
 from typing import Any, NamedTuple
 
 SECONDS = 120.0  # that a part may take
-SMALL = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
+# of each family, a model and what is changed in it: an eighth of a model with experts is 10 GB
+OF_FAMILY: dict[str, tuple[str, dict]] = {
+    "dense": ("qwen3-0.6b", {}),
+    "moe": ("qwen3-30b-a3b", {"num_hidden_layers": 6}),
+}
 TORCH = {"attention_backend": "torch", "enforce_eager": True}
 TRITON = {"attention_backend": "triton", "enforce_eager": True}
 GRAPHS = {"attention_backend": "triton", "enforce_eager": False}
@@ -67,23 +78,29 @@ def answers(options: dict, is_small: bool) -> dict[str, Any]:
     return result
 
 
-def speed(options: dict, is_small: bool) -> dict[str, Any]:
+def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
     """Where the time of a decode goes, with few and with many sequences."""
     from nanovllm import LLM
-    from nanovllm.topics.simulator.cost_model import SHAPES  # chapter 14
+    from nanovllm.topics.simulator.cost_model import SHAPES, shape_of  # chapter 14
 
-    shape = SHAPES["qwen3-0.6b"] | {"max_position_embeddings": 4096}
+    real, changes = OF_FAMILY[name]
+    shape = SHAPES[real] | changes | {"max_position_embeddings": 4096}
     device = "cpu" if is_small else "cuda"
     copied = bytes_per_second(device, is_small)
-    facts: dict = {"copy_gb_per_second": copied / 1e9}
+    facts: dict = {"shape": name, "copy_gb_per_second": copied / 1e9}
+    shape |= SMALL if is_small else {}
     with TemporaryDirectory() as folder:
-        write_model(Path(folder), shape | SMALL if is_small else shape, device)
+        write_model(Path(folder), shape, device)
         llm = LLM(folder, **options)
+    costs = shape_of(shape, llm.runner.dtype.itemsize)
     room = llm.runner.num_blocks * llm.runner.shape.block_size // 640  # requests
     batches = [1, 2] if is_small else [batch for batch in (1, 16, 64, 256) if batch <= room]
     for batch in batches:
         run_only(llm, batch, 8 if is_small else 256)
-        facts[f"{batch} sequences"] = speed_of(llm, batch, copied, 4 if is_small else 40)
+        not_hit = (costs.experts - costs.hit(batch)) * costs.expert
+        not_read = round(not_hit) * costs.itemsize
+        count = 4 if is_small else 40
+        facts[f"{batch} sequences"] = speed_of(llm, batch, copied, count, not_read)
     # after all times: steps may be slower once there was a profiler
     for batch in reversed(batches):
         run_only(llm, batch, 0)
@@ -96,11 +113,13 @@ def speed(options: dict, is_small: bool) -> dict[str, Any]:
     return facts
 
 
-def speed_of(llm: Any, batch: int, copied: float, count: int) -> dict:
-    """The median of `count` steps, with overlap beside the time of reading the bytes."""
+def speed_of(llm: Any, batch: int, copied: float, count: int, not_read: int = 0) -> dict:
+    """The median of `count` steps, with overlap beside the time of reading the bytes: of all
+    weights, but those of experts that are most likely not hit."""
     alone, _ = median_step(llm, count, overlap=False)
     seconds, num_tokens = median_step(llm, count, overlap=True)
-    num_bytes = sum(weight.nbytes for weight in llm.runner.model.parameters())
+    weights = llm.runner.model.parameters()
+    num_bytes = sum(weight.nbytes for weight in weights) - not_read
     num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
     return {
         "tokens_per_second": round(batch / seconds),
@@ -202,9 +221,9 @@ PARTS = {  # from what needs least to what is usual
 }
 
 
-def part_in_process(name: str, is_small: bool) -> dict[str, Any]:
-    """Runs a part in a process of its own."""
-    command = [sys.executable, "-m", __name__, name, *["--small"] * is_small]
+def part_in_process(name: str, is_small: bool, shape: str = "dense") -> dict[str, Any]:
+    """Runs a part in a process of its own. The shape is that of the part `speed`."""
+    command = [sys.executable, "-m", __name__, name, shape, *["--small"] * is_small]
     try:
         limit = None if is_small else SECONDS
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -224,7 +243,7 @@ def run(args: Namespace) -> None:
     for name, part in PARTS.items():
         # after each part: what is found is kept, and a file that cannot be written is told at once
         write(report, args.file)
-        report[name] = part_in_process(name, args.small)
+        report[name] = part_in_process(name, args.small, args.shape)
         facts = {key: value for key, value in report[name].items() if key != "stderr"}
         state = "failed:" if "error" in facts else "works: "
         print(f"{name:8}", state, json.dumps(facts), flush=True)
@@ -245,10 +264,12 @@ def add_command(commands: Any) -> None:
     """Adds `first-light` to the commands of a parser."""
     parser = commands.add_parser("first-light", help="try the engine on this machine's GPU")
     parser.add_argument("file", nargs="?", default="first_light.json", help="for the results")
+    parser.add_argument("--shape", default="dense", choices=OF_FAMILY, help="of the part `speed`")
     parser.add_argument("--small", action="store_true", help="without a GPU, tiny and interpreted")
 
 
 if __name__ == "__main__":
-    name, *more = sys.argv[1:]
+    name, shape, *more = sys.argv[1:]
     part = PARTS[name]
-    print(json.dumps(part.function(part.options, bool(more))))
+    function = partial(speed, name=shape) if name == "speed" else part.function
+    print(json.dumps(function(part.options, bool(more))))

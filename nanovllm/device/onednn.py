@@ -22,7 +22,8 @@ def use_onednn(linear: Linear) -> None:
     weight whose rows have more than 1,024 numbers: there, a row alone may round differently.
     """
     plain = linear.weight
-    if plain.device.type != "cpu" or not onednn_is_faster(plain.dtype):
+    is_one = not hasattr(linear, "num_experts")  # experts.py multiplies matrices one by one
+    if plain.device.type != "cpu" or not (is_one and onednn_is_faster(plain.dtype)):
         return
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight(plain)

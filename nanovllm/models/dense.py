@@ -15,15 +15,8 @@ from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
-
-
-def check_type(model_type: object) -> None:
-    """Raises ValueError if no file implements the model_type of a config.json."""
-    if model_type not in MODEL_TYPES + HYBRID_TYPES:
-        supported = ", ".join(MODEL_TYPES + HYBRID_TYPES)
-        raise ValueError(f"model_type={model_type!r} is not supported, only {supported}")
 
 
 def has_states(config) -> bool:
@@ -32,19 +25,24 @@ def has_states(config) -> bool:
 
 
 def check_supported(config) -> None:
-    """Raises ValueError for a Hugging Face config of MODEL_TYPES that is not supported here."""
-    check_type(config.model_type)  # transformers makes another one of some configs
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not supported, only silu")
-    if getattr(config, "mlp_bias", False):
-        raise ValueError("mlp_bias=True is not supported")
-    whole = "here every layer attends to its whole context"
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if slides and getattr(config, "use_sliding_window", False):
-        raise ValueError(f"use_sliding_window=True is not supported: {whole}")
-    if config.model_type == "mistral" and config.sliding_window is not None:
-        window = f"sliding_window={config.sliding_window}"
-        raise ValueError(f"{window} is not supported, only null: {whole}")
+    """Raises ValueError for a Hugging Face config with parts that are not implemented here. It
+    names all of them."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(config, "sliding_window", None)
+    refused = {
+        # transformers makes another type of some configs
+        "model_type": config.model_type not in MODEL_TYPES,
+        "hidden_act": config.hidden_act != "silu",
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "sliding_window": window is not None and "sliding_attention" in kinds,
+    }
+    found = []
+    for name, is_refused in refused.items():
+        if is_refused:
+            found.append(f"{name}={getattr(config, name)!r}")
+    if found:
+        here = "here the activation is silu, and each layer attends to its whole context"
+        raise ValueError(f"{', '.join(found)} is not supported: {here}")
 
 
 def head_dim_of(config) -> int:
@@ -71,7 +69,7 @@ class Attention(nn.Module):
             qkv_bias, o_bias = True, False
         self.q_norm = None
         self.k_norm = None
-        if config.model_type == "qwen3":
+        if config.model_type.startswith("qwen3"):
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
@@ -138,11 +136,11 @@ class DenseModel(nn.Module):
     rope: the angles of all positions, see rope_table.
     """
 
+    check = staticmethod(check_supported)
     states: Any = None  # a StateCache, in a hybrid model (chapter 23)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__()
-        check_supported(config)
         self.ops = ops
         self.num_kv_heads = config.num_key_value_heads
         self.num_kv_layers = config.num_hidden_layers

@@ -18,7 +18,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import load_config, load_model
-from nanovllm.models.dense import check_supported, head_dim_of
+from nanovllm.models.dense import MODEL_TYPES, check_supported, head_dim_of
 
 
 def rope(kind: str, **settings) -> dict:
@@ -246,8 +246,19 @@ def test_a_shard_that_is_not_there(tmp_path):
     "changes, message",
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported, only qwen2, qwen3, llama, mistral"),
-        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias=True is not supported"),
-        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 is not supported, only"),
+        (
+            {
+                "model_type": "qwen9_vl",
+                "vision_config": {"depth": 2},
+                "text_config": {"num_experts": 8, "layer_types": ["mamba", "full_attention"] * 2},
+            },
+            r"model_type='qwen9_vl' \(images, experts, mamba layers\) is not supported, only qwen2",
+        ),
+        (
+            {"model_type": "llama", "mlp_bias": True, "hidden_act": "gelu"},
+            "hidden_act='gelu', mlp_bias=True is not supported",
+        ),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 is not supported: here"),
         (
             {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
             "model_type='ministral' is not supported",
@@ -258,12 +269,13 @@ def test_a_shard_that_is_not_there(tmp_path):
                 "sliding_window": 8,
                 "layer_types": ["sliding_attention"] * 2,
             },
-            "use_sliding_window=True is not supported",
+            "sliding_window=8 is not supported: here",
         ),
     ],
 )
 def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
-    save(new_model(changes.get("model_type", "qwen3").replace("gpt2", "qwen2")), tmp_path)
+    family = changes.get("model_type", "qwen3")
+    save(new_model(family if family in MODEL_TYPES else "qwen2"), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
     with pytest.raises(ValueError, match=message):

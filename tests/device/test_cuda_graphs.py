@@ -214,9 +214,9 @@ def of_sequence(step: StepInputs, b: int) -> tuple:
     return tokens, slots, int(step.batch.context_lens[b]), int(step.batch.cu_blocks[b])
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    model = new_model("qwen3", head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def path(request, tmp_path_factory):
+    model = new_model(request.param, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
     return save(model, tmp_path_factory.mktemp("qwen3"))
 
 

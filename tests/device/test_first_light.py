@@ -21,10 +21,12 @@ PROBLEM = machine.interpreter_problem()
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="it needs Triton")
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-@pytest.mark.parametrize("part", ["machine", "speed"])  # for the others: test_check_kernels.py
-def test_a_part_works_in_the_interpreter(part, monkeypatch):
+@pytest.mark.parametrize(
+    "part, shape", [("machine", "dense"), *(("speed", shape) for shape in first_light.OF_FAMILY)]
+)  # for the others: test_check_kernels.py
+def test_a_part_works_in_the_interpreter(part, shape, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    facts = first_light.part_in_process(part, True)
+    facts = first_light.part_in_process(part, True, shape)
     assert "error" not in facts, facts
     assert part != "speed" or 0 < facts["2 sequences"]["share_of_roofline"] < 1
 
@@ -59,10 +61,10 @@ def test_a_part_works_on_a_gpu(name):
 def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeypatch, capsys):
     """The others run. A wrong answer is a failure, and so is the end of a process."""
     results = {"torch": {"error": "wrong answers"}, "triton": {"error": "exit status -11"}}
-    monkeypatch.setattr(first_light, "part_in_process", lambda name, _: results.get(name, {}))
+    monkeypatch.setattr(first_light, "part_in_process", lambda name, *_: results.get(name, {}))
     file = tmp_path / "light.json"
     with pytest.raises(SystemExit) as ended:
-        first_light.run(first_light.Namespace(file=file, small=False))
+        first_light.run(first_light.Namespace(file=file, small=False, shape="dense"))
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 1 and lines[1].startswith("torch    failed: ")
     assert "attention_backend='torch'" in lines[4] and json.loads(file.read_bytes())["speed"] == {}

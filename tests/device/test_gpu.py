@@ -31,7 +31,7 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen3_moe"])
 def checkpoint(request, tmp_path_factory):
     """(path, prompts, what transformers makes of them on the CPU in fp32)"""
     model = new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)

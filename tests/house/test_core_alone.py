@@ -62,7 +62,10 @@ def topics(found: dict) -> set[str]:
 
 
 def test_a_greedy_prompt_loads_no_topic():
-    assert topics(prompt_alone("torch")) == set()
+    """Nor a model family that is not that of the embedded model."""
+    found = prompt_alone("torch")
+    assert topics(found) == set()
+    assert not [name for name in found["loaded"] if "experts" in name]
 
 
 def test_numba_loads_only_what_its_warm_up_needs():
@@ -82,7 +85,7 @@ def test_a_greedy_prompt_loads_and_runs_few_lines():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"loads ([\d,]+) lines", readme)
     assert 0.99 * num_loaded < int(said.replace(",", "")) < 1.01 * num_loaded, num_loaded
-    assert num_loaded <= 3580
+    assert num_loaded <= 3600
     assert 300 < len(found["lines"]) <= 680, len(found["lines"])
     files = {file for file, _ in found["lines"]}
     assert len(files - {"sampling_params.py"}) <= 21, sorted(files)

@@ -229,7 +229,10 @@ def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported, only"),
+        (
+            {"model_type": "qwen3_next"},
+            r"model_type='qwen3_next' \(linear_attention layers\) is not supported, only",
+        ),
         (
             {"layer_types": ["linear_attention"] * 4},
             "must be full_attention and linear_attention, both",

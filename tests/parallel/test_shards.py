@@ -31,6 +31,7 @@ SHAPES = {
     "qwen3_tied": {"head_dim": 8, "tie_word_embeddings": True, **EIGHT_HEADS},
     "qwen2": {"family": "qwen2", **EIGHT_HEADS},
     "llama": {"family": "llama", "attention_bias": True, **EIGHT_HEADS},
+    "qwen3_moe": {"family": "qwen3_moe", "mlp_only_layers": [1], **EIGHT_HEADS},
     "hybrid": {"family": "qwen3_5_text", "linear_num_key_heads": 4, **EIGHT_HEADS},
     "qwen2_12_heads": {"family": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 6},
 }

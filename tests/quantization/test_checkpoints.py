@@ -26,6 +26,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 OPTIONS = {"dtype": "float32", "num_blocks": 50}
 SIZES = {"hidden_size": 128, "head_dim": 32}
 QWEN2 = {"hidden_size": 128, "family": "qwen2"}
+# each token uses all experts: a rounded row could choose other ones
+EXPERTS = SIZES | {"family": "qwen3_moe", "moe_intermediate_size": 64, "num_experts_per_tok": 8}
 
 
 class Checkpoint(NamedTuple):
@@ -74,6 +76,19 @@ def fp8_of(weight, **_):
     return {"weight": codes, "weight_scale_inv": scales}, stands_for
 
 
+def matrices(model) -> dict[str, torch.Tensor]:
+    """The weight of each linear layer, and the matrices of each expert, by their names in a file."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            found[name] = module.weight
+        elif name.endswith("experts"):
+            for e, both in enumerate(module.gate_up_proj):
+                of_expert = zip(("gate", "up", "down"), (*both.chunk(2), module.down_proj[e]))
+                found |= {f"{name}.{e}.{part}_proj": weight for part, weight in of_expert}
+    return found
+
+
 @torch.no_grad()
 def written(path: Path, is_sharded=False, lm_head=False, sizes=SIZES, **settings) -> Checkpoint:
     """With the settings in config.json. If it is sharded, scales are in another file than codes."""
@@ -84,15 +99,16 @@ def written(path: Path, is_sharded=False, lm_head=False, sizes=SIZES, **settings
     said = settings | {"zero": None} | settings.pop("config", {})  # what config.json says instead
     said = {key: value for key, value in said.items() if value is not None}
     change(path, quantization_config=said)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and ("proj" in name or lm_head):
-            del tensors[f"{name}.weight"]
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor for name, tensor in stored.items() if "experts" not in name}
+    for name, weight in matrices(model).items():
+        if "proj" in name or lm_head:
+            tensors.pop(f"{name}.weight", None)
             of_method = fp8_of if settings["quant_method"] == "fp8" else codes_of
             own = next((own for end, own in of_layers.items() if name.endswith(end)), {})
-            found, stands_for = of_method(module.weight, **settings | own)
+            found, stands_for = of_method(weight, **settings | own)
             tensors = {f"{name}.{kind}": tensor for kind, tensor in found.items()} | tensors
-            module.weight.copy_(stands_for)
+            weight.copy_(stands_for)
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     shards = {"model.safetensors": tensors}
@@ -132,6 +148,18 @@ def check_near(llm, model, most) -> None:
     assert max(abs(logprob - expected[i].item()) for i, logprob in found.items()) < most
 
 
+def weights_in(product) -> list[torch.Tensor]:
+    """What the codes of a layer stand for. Experts may have a product each."""
+    found = product.keywords
+    if "weight" in found:
+        return [dequantized(found["weight"])]
+    return [
+        weight
+        for one in found.get("products", [found.get("product")])
+        for weight in weights_in(one)
+    ]
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 SYM = GPTQ | {"sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
@@ -148,7 +176,10 @@ CASES = {
     "another name of the format": GPTQ | {"checkpoint_format": "gptq_v2", "config": FORMAT},
     "act order, which changed nothing": GPTQ | {"config": {"desc_act": True, "bits": 4.0}},
     "8 bits in one layer": SYM | {"of_layers": {"down_proj": {"bits": 8}}},
+    "experts": GPTQ | {"sizes": EXPERTS, "is_sharded": True},
+    "experts in 8 bits": GPTQ | {"bits": 8, "sizes": EXPERTS},
     "awq": AWQ | {"is_sharded": True},
+    "awq, experts": AWQ | {"sizes": EXPERTS},
     "awq, in capitals": AWQ | {"version": "GEMM"},
     "awq, 32": AWQ | {"group_size": 32, "sizes": SIZES | {"tie_word_embeddings": True}},
     "awq, 128": AWQ | {"group_size": 128, "sizes": QWEN2},
@@ -166,9 +197,8 @@ def test_codes(case, tmp_path):
     for name, module in llm.runner.model.named_modules():
         if isinstance(module, Linear) and module.weight.is_meta:
             parts = [name.replace(name.split(".")[-1], part) for part in module.part_slices]
-            weights = [model.get_submodule(part).weight for part in parts or [name]]
-            groups = module.product.keywords["product"].keywords["weight"]
-            assert torch.equal(dequantized(groups).cpu(), torch.cat(weights))
+            weights = [matrices(model)[part] for part in parts or [name]]
+            assert torch.equal(torch.cat(weights_in(module.product)).cpu(), torch.cat(weights))
             num_groups += 1
     assert num_groups == 8 + ("lm_head" in CASES[case])
     if CASES[case]["group_size"] == 32:
@@ -178,10 +208,10 @@ def test_codes(case, tmp_path):
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_fp8(is_sharded, tmp_path):
+@pytest.mark.parametrize("is_sharded, sizes", [(False, SIZES), (True, SIZES), (True, EXPERTS)])
+def test_fp8(is_sharded, sizes, tmp_path):
     """Scales of activations and caches, which are not needed, are not read."""
-    path, model = written(tmp_path, is_sharded, **FP8)
+    path, model = written(tmp_path, is_sharded, sizes=sizes, **FP8)
     attention = "model.layers.0.self_attn"
     for name in ("k_proj.input_scale", "attn.k_scale", "v_scale"):
         edit(path, f"{attention}.{name}", lambda _: torch.ones(1))

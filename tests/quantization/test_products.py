@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from backends import surrounded
+from checkpoints import random_groups
 from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,14 +40,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def random_groups(num_out, num_groups, group, bits=4) -> Groups:
-    codes = torch.randint(0, 16, (num_out, num_groups, group))
-    scales = torch.rand(num_out, num_groups)
-    if bits == 8:
-        return Groups((codes * 17 - 128).to(torch.int8), scales, None)
-    return Groups(packed(codes), scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
 
 
 def random_rows(num_rows, width, dtype=torch.float32):
@@ -242,11 +236,3 @@ def test_triton(bits, num_groups, group, dtype):
         result = triton_product.product(x[:num_rows], Groups(*parts))
         assert result.dtype == dtype
         check_near(result.cpu(), expected[:num_rows], 1e-6 if dtype == torch.float32 else 1e-3)
-
-
-def surrounded(part):
-    """The same numbers between others, that no product may read: NaN, or all bits of an integer."""
-    value = torch.nan if part.is_floating_point() else torch.iinfo(part.dtype).max
-    room = torch.full((3, *part.shape), value, dtype=part.dtype, device=DEVICE)
-    room[1] = part.to(DEVICE)
-    return room[1]

@@ -28,6 +28,14 @@ def path(tmp_path_factory):
     return save(new_model(**SIZES), tmp_path_factory.mktemp("qwen3"))
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A model in which each token uses all experts: a rounded row could choose other ones."""
+    sizes = SIZES | {"intermediate_size": 128, "moe_intermediate_size": 64}
+    sizes["num_experts_per_tok"] = 8
+    return save(new_model("qwen3_moe", **sizes), tmp_path_factory.mktemp("experts"))
+
+
 def first_logprobs(llm, prompt=PROMPT) -> dict[int, float]:
     """Of the 20 likeliest tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
@@ -50,6 +58,22 @@ def test_the_model_is_near_the_plain_one(tied, form, most, tmp_path):
     llm = LLM(path, quantization=form, **options)
     check_near(first_logprobs(LLM(path, **options)), first_logprobs(llm), most)
     assert llm.runner.model.model.embed_tokens.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form, most", [("int8", 0.5), ("int4", 4)])
+def test_experts_are_near_the_plain_ones(experts, form, most):
+    """The router is not quantized. With few rows in 4 bits, one kernel computes all experts: the same numbers."""
+    options = {"dtype": "float32", "num_blocks": 50}
+    llm = LLM(experts, quantization=form, **options)
+    check_near(first_logprobs(LLM(experts, **options)), first_logprobs(llm), most)
+    mlp = llm.runner.model.model.layers[0].mlp
+    assert mlp.experts.gate_up_proj.weight.is_meta and not mlp.gate.weight.is_meta
+    x = torch.randn(17, 64)
+    torch.testing.assert_close(mlp(x), torch.cat([mlp(row) for row in x.split(1)]))
+    with Threads(experts, 2, quantization=form, **options) as split:
+        check_near(
+            first_logprobs(LLM(experts, quantization=form, **options)), first_logprobs(split), most
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -61,6 +61,21 @@ def test_qwen3_by_hand():
     assert HARDWARE["h100"].floor(prompt) == prompt.flops / 989e12  # and here it is arithmetic
 
 
+def test_experts_that_are_hit():
+    """Qwen3-30B-A3B: a token reads a tenth of the weights, 64 tokens nearly all of them."""
+    shape = shape_of(SHAPES["qwen3-30b-a3b"], 2)
+    expert = 48 * 3 * 2048 * 768
+    assert shape.expert == expert and shape.body + 2 * shape.head == 30_532_122_624
+    assert [round(shape.hit(n), 1) for n in (0, 1, 2, 16, 64)] == [0, 8, 15.5, 82.4, 125.9]
+    one, many = (work_of(shape, [(1, 1)] * n, 0) for n in (1, 64))
+    rest = shape.body - 128 * expert
+    assert one.weight_bytes == 2 * (rest + 8 * expert + 2048)
+    assert many.weight_bytes == 2 * (rest + round(shape.hit(64) * expert) + 64 * 2048)
+    assert one.flops == 2 * (rest + 8 * expert) + one.attention_flops
+    assert many.flops - many.attention_flops == 64 * (one.flops - one.attention_flops)
+    assert shape.shard(2).expert == expert // 2
+
+
 def machine(bandwidth: float, flops_rate: float) -> Hardware:
     return Hardware("a machine", bandwidth, flops_rate, 0)
 

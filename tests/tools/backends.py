@@ -64,6 +64,14 @@ def move_batch(batch: Batch, device: str, dtype: torch.dtype | None = None) -> N
     batch.kv_cache = type(batch.kv_cache)(batch.kv_cache.tensor.to(device, dtype))
 
 
+def surrounded(part: torch.Tensor) -> torch.Tensor:
+    """The same numbers between others, that no product may read: NaN, or all bits of an integer."""
+    value = torch.nan if part.is_floating_point() else torch.iinfo(part.dtype).max
+    room = torch.full((3, *part.shape), value, dtype=part.dtype, device=DEVICE)
+    room[1] = part.to(DEVICE)
+    return room[1]
+
+
 def check_attention(
     backend: str,
     sequences: list[tuple[int, int]],

@@ -15,7 +15,11 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+
+from nanovllm.topics.quantization.groups import Groups, packed
 
 SHAPE = dict(
     vocab_size=160,
@@ -30,6 +34,8 @@ SHAPE = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+EXPERTS = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8}
+EXPERTS |= {"num_experts_per_tok": 3, "norm_topk_prob": True}
 HYBRID = dict(
     num_hidden_layers=4,  # three with a state, then one with a KV cache
     head_dim=16,
@@ -42,17 +48,21 @@ HYBRID = dict(
 
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
-    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_5_text": HYBRID}
+    own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
+    own["qwen3_5_text"] = HYBRID
     settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_cls(config_cls(**settings)).eval()
+    if family == "qwen3_moe" and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others need operations that ttsem lacks
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if family == "qwen3_5_text" and ("norm" in name or parameter.dim() == 1):
@@ -81,3 +91,12 @@ def greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
         do_sample=False,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def random_groups(num_out, num_groups, group, bits=4) -> Groups:
+    """A weight of random codes."""
+    codes = torch.randint(0, 16, (num_out, num_groups, group))
+    scales = torch.rand(num_out, num_groups)
+    if bits == 8:
+        return Groups((codes * 17 - 128).to(torch.int8), scales, None)
+    return Groups(packed(codes), scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))

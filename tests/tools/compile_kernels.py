@@ -21,11 +21,19 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from nanovllm.layers import triton_attention, triton_int8, triton_ops, triton_sampler
+from nanovllm.layers import (
+    triton_attention,
+    triton_experts,
+    triton_int8,
+    triton_ops,
+    triton_sampler,
+)
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.experts import Pairs
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.topics.hybrid import triton_delta
+from nanovllm.topics.quantization import triton_experts as triton_codes
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups
 
@@ -78,7 +86,7 @@ class Noted:
             name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         if name == "norm_and_rotate" and constants["HAS_CACHE"]:
             name = "rotate_and_store"
-        if name == "product":
+        if name.endswith("product"):
             name += f"_{constants['BITS']}_bits"
         self.launches.append(Launch(name, self.kernel, args, options))
 
@@ -89,7 +97,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     launches: list[Launch] = []
     with ExitStack() as stack:
         modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_product)
-        modules += (triton_delta,)
+        modules += (triton_delta, triton_experts, triton_codes)
         for module in modules:
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
@@ -101,6 +109,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             launch_attention(head_dim, group, half, codes)
             launch_layers(half)
             launch_products(half)
+            launch_experts(half)
             launch_delta()
     return launches
 
@@ -141,6 +150,21 @@ def launch_products(half: Any) -> None:
     triton_product.product(half(96, HIDDEN), Groups(codes, scales, zeros))
     rows = empty(VOCAB, 1, HIDDEN, dtype=torch.int8)
     triton_product.product(half(96, HIDDEN), Groups(rows, empty(VOCAB, 1), None))
+
+
+def launch_experts(half: Any) -> None:
+    """16 tokens in Qwen3-30B-A3B, whose experts have 1,536 x 2,048 numbers."""
+    pairs = Pairs(longs(128), longs(128))
+    x, num_out, num_in = half(16, 2048), 1536, 2048
+    triton_experts.product(x, half(128, num_out, num_in), pairs)
+    codes, scales = (
+        empty(128 * num_out, num_in // 256, 128, dtype=torch.uint8),
+        empty(128 * num_out, 16),
+    )
+    zeros = empty(scales.shape, dtype=torch.uint8)
+    triton_codes.product(x, x, pairs, Groups(codes, scales, zeros), 128)
+    rows = empty(128 * num_out, 1, num_in, dtype=torch.int8)
+    triton_codes.product(x, x, pairs, Groups(rows, empty(128 * num_out, 1), None), 128)
 
 
 def launch_delta() -> None:
@@ -213,6 +237,7 @@ def all_resources(
     with (
         mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:5])),
         mock.patch.object(triton_product, "NUMBERS", numbers),
+        mock.patch.object(triton_experts, "NUMBERS", triton_experts.FEW_NUMBERS if is_old else 64),
     ):
         launches = launches_of(head_dim, group, dtype, is_whole)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}

@@ -17,7 +17,7 @@ TUTORIALS = ROOT / "tutorials"
 FIGURES = TUTORIALS / "figures"
 WORDS = {  # of a first reading: outside code, tables and second readings
     **{"00_overview": 1200, "01_ladder": 2300, "02_blocks": 2200, "03_scheduler": 2100},
-    **{"04_preemption": 1700, "05_model": 1700, "06_attention": 1900, "07_step": 1500},
+    **{"04_preemption": 1700, "05_model": 2600, "06_attention": 1900, "07_step": 1500},
     **{"08_sampler": 1900, "09_engine": 2200, "10_kernels": 2200, "11_graphs": 2500},
     **{"12_performance": 1500, "13_samples": 1300, "14_simulator": 1900, "15_believe": 1300},
     **{"16_policies": 2400, "17_serving": 2200, "18_parallel": 2400, "19_replicas": 2300},

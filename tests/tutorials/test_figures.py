@@ -247,6 +247,15 @@ def test_performance_engines():
         check_picture("performance_engines", "\n".join(rows))
 
 
+def test_model_experts():
+    requests = result("experts")["requests"].values()
+    for row in requests:
+        check_picture("model_experts", f"{row['tokens_per_second']:.0f}")
+        assert abs(row["experts_hit"] - row["experts_hit_if_uniform"]) < 1
+    per_expert = [row["step_ms"] / row["experts_hit"] for row in requests]
+    assert 6 < min(per_expert) and max(per_expert) < 8 and "6 to 8 ms for each" in page("05_model")
+
+
 # --- what the engine does ---
 
 

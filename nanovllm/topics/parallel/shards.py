@@ -16,7 +16,12 @@ from nanovllm.config import check_heads
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
 
-SUMMED = ("o_proj", "out_proj", "down_proj")  # layers of which each rank has a summand
+SUMMED = (
+    "o_proj",
+    "out_proj",
+    "mlp.down_proj",
+    "experts",
+)  # layers of which each rank has a summand
 
 
 class Part:
@@ -68,30 +73,44 @@ class Shard:
             "lm_head": words,
         }
         self.columns = {"o_proj": mine, "down_proj": middle}
+        size_of_expert = getattr(config, "moe_intermediate_size", 0)
+        self.of_expert = Part(size_of_expert, rank, size)
         self.config = deepcopy(config)  # of a model that is as large as the shard
         self.config.head_dim = head_dim
         self.config.num_attention_heads = heads // size
         self.config.num_key_value_heads = kv_heads // kv_parts
         self.config.intermediate_size = middle.size
         self.config.vocab_size = words.size
+        self.config.moe_intermediate_size = self.of_expert.size
+
+    def part_of(self, parts: dict[str, Part], name: str) -> Part:
+        """The part of a tensor. Each expert is split as the MLP is."""
+        if ".experts." in name:
+            return self.of_expert
+        return parts[name.split(".")[-2]]
 
     def read(self, tensors: Any, name: str) -> Tensor:
         """This rank's part of a tensor in a safetensors file. It reads nothing else."""
         *_, layer, kind = name.split(".")
         whole = tensors.get_slice(name)
-        shape = whole.get_shape()
+        shape = [*whole.shape] if isinstance(whole, Tensor) else whole.get_shape()
         if layer in self.rows:
-            part = self.rows[layer]
+            part = self.part_of(self.rows, name)
             part.check(name, shape[0])
             rows = whole[part.begin : part.end]
-            return F.pad(rows, [0, 0] * (len(shape) - 1) + [0, part.padding])
+            other_sides = [0, 0] * (len(shape) - 1)
+            return F.pad(rows, [*other_sides, 0, part.padding])
         if layer in self.columns and kind != "bias":
-            part = self.columns[layer]
+            part = self.part_of(self.columns, name)
             # of a group, whose scale is a column: whole groups have no padding
-            size = 1 if kind == "weight" else max(1, part.length // shape[-1])
+            size = 1
+            if kind != "weight":
+                size = max(1, part.length // shape[-1])
             part.check(name, shape[-1] * size)
             part.check_groups(name, size)
-            columns = whole[:, part.begin // size : part.end // size]
+            begin = part.begin // size
+            end = part.end // size
+            columns = whole[:, begin:end]
             return F.pad(columns, [0, part.padding])
         if layer in self.columns and self.rank > 0:
             return torch.zeros(shape)  # a bias is added once

@@ -221,8 +221,8 @@ class View:
     def keys(self) -> list[str]:
         return [*self.names]
 
-    def get_slice(self, name: str) -> "Whole":
-        return Whole(self.get_tensor(name))
+    def get_slice(self, name: str) -> Tensor:
+        return self.get_tensor(name)
 
     def get_tensor(self, name: str) -> Tensor:
         stored = self.names[name]
@@ -238,24 +238,12 @@ class View:
         if kind == "zeros" and self.reader.method.is_symmetric:
             return torch.full_like(tensor.T, 2 ** (bits - 1))
         if kind == "zeros":
-            zeros = integers(tensor, bits, self.is_awq) + self.reader.method.is_shifted
+            zeros = integers(tensor, bits, self.is_awq)
+            zeros += self.reader.method.is_shifted
             return (zeros % 2**bits).T
         if self.is_awq:
             return integers(tensor, bits, True).T
         return integers(tensor.T, bits, False)
-
-
-class Whole:
-    """A tensor with the methods of a slice of a safetensors file."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return [*self.tensor.shape]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
 
 
 def integers(tensor: Tensor, bits: int, is_awq: bool) -> Tensor:

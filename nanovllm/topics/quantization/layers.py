@@ -43,25 +43,29 @@ def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], No
     return partial(prepare_linear, quantization=config.quantization, backend=ops.__name__)
 
 
-def check_widths(hf_config, num_ranks: int, group: int, name: str) -> None:
+def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
     """Raises ValueError, with the name of the setting, if groups of this size do not divide the
     rows that a rank has."""
     heads = hf_config.num_attention_heads * head_dim_of(hf_config) // num_ranks
-    middle = -(-hf_config.intermediate_size // num_ranks)
-    widths = [hf_config.hidden_size, heads, middle]
+    widths = [hf_config.hidden_size, heads]
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if hasattr(hf_config, name):
+            widths.append(-(-getattr(hf_config, name) // num_ranks))
     if has_states(hf_config):
         values = hf_config.linear_num_value_heads * hf_config.linear_value_head_dim
         widths.append(values // num_ranks)
     for width in widths:
         if width % group:
             why = f"groups of {group} numbers do not divide rows of {width}"
-            raise ValueError(f"{name} is not possible with tensor_parallel_size={num_ranks}: {why}")
+            raise ValueError(
+                f"{setting} is not possible with tensor_parallel_size={num_ranks}: {why}"
+            )
 
 
 def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> None:
     """Gives the layer its form: the weight's groups, if the checkpoint or the option has them."""
     weight = groups_of(linear)
-    if weight is None and quantization is not None:
+    if weight is None and quantization is not None and not hasattr(linear, "is_router"):
         # a head in 4 bits would cost half as much quality as all layers do (chapter 21)
         has_4_bits = quantization == "int4" and not hasattr(linear, "is_head")
         largest = int8.largest_code() if linear.weight.device.type == "cpu" else 0
@@ -71,17 +75,28 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
     if weight is None:
         use_onednn(linear)
     else:
-        linear.product = partial(multiply, product=product_for(weight, backend))
-        if backend.endswith("numba_ops"):
-            from nanovllm.topics.quantization import numba_product
+        num_experts = getattr(linear, "num_experts", None)
+        if num_experts is None:
+            use_groups(linear, weight, backend)
+        else:
+            from nanovllm.topics.quantization import experts
 
-            held = linear.product.keywords["product"].keywords
-            # for device/numba_graphs.py
-            linear.form = numba_product.form_of(weight)  # type: ignore[assignment]
-            linear.groups = partial(groups_in, **held)  # type: ignore[assignment]
+            linear.product = experts.product_for(weight, num_experts, backend, product_for)
         # the product holds it; of the parameter, the shape is left
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
         trim()
+
+
+def use_groups(linear: Linear, weight: Groups, backend: str) -> None:
+    """Lets the layer multiply with the groups."""
+    linear.product = partial(multiply, product=product_for(weight, backend))
+    if backend.endswith("numba_ops"):
+        from nanovllm.topics.quantization import numba_product
+
+        held = linear.product.keywords["product"].keywords
+        # for device/numba_graphs.py
+        linear.form = numba_product.form_of(weight)  # type: ignore[assignment]
+        linear.groups = partial(groups_in, **held)  # type: ignore[assignment]
 
 
 def joined(parts: list[Groups]) -> Groups:

@@ -5,6 +5,7 @@ numba_kernels.py says what a program is. No sum of floats may be reordered here,
 those of groups.plain_product, and of oneDNN, to the last bit.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel, store_row
 from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
 from nanovllm.layers.numba_ops import array, run
-from nanovllm.layers.numba_step import Form, Weights, new_rows
+from nanovllm.layers.numba_step import Form, Rows, Weights, new_rows
 from nanovllm.topics.quantization.groups import Groups, plain_product
 
 FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
@@ -124,17 +125,56 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     rows = new_rows(x.float().contiguous(), form)
     run(integers_of, (rows,), num_rows, 0)
     out = torch.empty(num_rows, num_out)
-    codes, scales, zeros = weight
-    assert zeros is not None, "a weight in 4 bits has zeros"
-    weights = Weights(
-        codes=codes.unsqueeze(0).numpy(),
-        scales=scales.unsqueeze(0).numpy(),
-        zeros=zeros.unsqueeze(0).numpy(),
-        biases=np.zeros((1, 0), np.float32),
-    )
+    weights = weights_of(weight, 1)
     arguments = (out.numpy(), rows, weights, 0, num_rows)
     run(form.multiply, arguments, num_out, num_rows * weight.codes.numel())
     return out
+
+
+@cache
+def pairs_kernel(GROUP: int) -> Callable:
+    """A kernel for the pairs of rows and experts, see layers/experts.py. The matrices of experts
+    take the place of layers."""
+    multiply = in_4_bits(GROUP).multiply
+
+    @exact_kernel
+    def multiply_pairs(out, rows, weights, ends, begin, end):
+        """Program o: row o of each expert's matrix times the rows of its pairs."""
+        first = 0
+        for expert in range(len(ends)):
+            last = ends[expert]
+            if last > first:
+                part = Rows(
+                    rows.x[first:last], rows.grouped[first:last],
+                    rows.integers[first:last], rows.scales[first:last], rows.sums[first:last],
+                )  # fmt: skip
+                multiply(out[first:last], part, weights, expert, last - first, begin, end)
+            first = last
+
+    return multiply_pairs
+
+
+def product_of_pairs(x: Tensor, weight: Groups, ends: Tensor) -> Tensor:
+    """x [P, in], sorted by expert, each row times a matrix [out, in] of the weight: fp32 [P, out]."""
+    group = weight.codes.shape[2]
+    rows = new_rows(x.float().contiguous(), in_4_bits(group))
+    run(integers_of, (rows,), len(x), 0)
+    weights = weights_of(weight, len(ends))
+    num_out = weights.codes.shape[1]
+    out = torch.empty(len(x), num_out)
+    arguments = (out.numpy(), rows, weights, ends.numpy())
+    run(pairs_kernel(group), arguments, num_out, out.numel() * weight.codes[0].numel())
+    return out
+
+
+def weights_of(weight: Groups, count: int) -> Weights:
+    """A weight in 4 bits as `count` matrices, one below the other."""
+    codes, scales, zeros = weight
+    assert zeros is not None, "a weight in 4 bits has zeros"
+    tensors = (codes, scales, zeros)
+    parts = [part.unflatten(0, (count, -1)).numpy() for part in tensors]
+    parts.append(np.zeros((count, 0), np.float32))
+    return Weights(*parts)
 
 
 def form_of(weight: Groups) -> Form | None:

@@ -4,10 +4,11 @@ Plain numbers; imports no torch. The benchmark, the simulator and chapters 00 an
 long a step really takes is guessed in `machines.py`; this is its floor, the larger of two times:
 its bytes divided by the memory bandwidth, and its FLOPs divided by the rate of arithmetic. Bytes
 are the weights once, the keys and values of every context once, and those of new tokens; FLOPs are
-those of the matrix products. The floor leaves out activations, softmax, sampling and kernel
-launches. It also ignores that small products do not reach the rate of large ones, and that reading
-and computing overlap imperfectly. A block that sequences share counts for each of them. Only data
-that fits into a processor's cache can beat the floor.
+those of the matrix products. Of experts, only those count that are hit: see `Shape.hit`. The floor
+leaves out activations, softmax, sampling and kernel launches. It also ignores that small products
+do not reach the rate of large ones, and that reading and computing overlap imperfectly. A block
+that sequences share counts for each of them. Only data that fits into a processor's cache can beat
+the floor.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ SHAPES = {  # of real models
         ("qwen3-14b", "qwen3", 5120, 17408, 40, 40, 8, 128, False, 151936, 40960),
         ("qwen3-32b", "qwen3", 5120, 25600, 64, 64, 8, 128, False, 151936, 40960),
         ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 28, 4, 128, False, 152064, 32768),
+        ("qwen3-30b-a3b", "qwen3_moe", 2048, 6144, 48, 32, 4, 128, False, 151936, 40960),
         ("smollm2-135m", "llama", 576, 1536, 30, 9, 3, 64, True, 49152, 8192),
     )
 }
+SHAPES["qwen3-30b-a3b"] |= dict(
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True,
+)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -51,6 +57,9 @@ class Shape(NamedTuple):
     body: int  # parameters without the embedding and the head
     itemsize: int  # bytes per weight, and per number in the KV cache
     tied: bool = True  # the head and the embedding are the same matrix
+    experts: int = 0  # of a layer that has any
+    top: int = 0  # experts of a token
+    expert: int = 0  # parameters of one expert, in all layers together
 
     @property
     def head(self) -> int:
@@ -68,6 +77,14 @@ class Shape(NamedTuple):
         num_tables = 1 if self.tied else 2
         return (self.body + num_tables * self.head) * self.itemsize
 
+    def hit(self, tokens: int) -> float:
+        """The experts of a layer that a step with `tokens` tokens hits, on average. Each token
+        chooses by itself, and no expert is chosen more often than another one."""
+        if not self.experts:
+            return 0.0
+        missed = (1 - self.top / self.experts) ** tokens
+        return self.experts * (1 - missed)
+
     def shard(self, num_ranks: int) -> Shape:
         """What one of several ranks has, in tensor parallelism. Raises ValueError."""
         check_heads(num_ranks, self.heads, self.kv_heads)
@@ -76,6 +93,7 @@ class Shape(NamedTuple):
             kv_heads=max(1, self.kv_heads // num_ranks),
             vocab=-(-self.vocab // num_ranks),
             body=-(-self.body // num_ranks),
+            expert=-(-self.expert // num_ranks),
         )
 
 
@@ -166,8 +184,8 @@ LINKS = {
 
 
 def shape_of(config, itemsize: int) -> Shape:
-    """The shape of a Qwen or Llama model from its Hugging Face config, a dict or an object;
-    `itemsize` in bytes."""
+    """The shape of a Qwen (dense or with experts) or Llama model from its Hugging Face config, a
+    dict or an object; `itemsize` in bytes."""
     config = config if isinstance(config, Mapping) else config.to_dict()
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
@@ -176,8 +194,18 @@ def shape_of(config, itemsize: int) -> Shape:
     layers = config["num_hidden_layers"]
     qkv = (heads + 2 * kv_heads) * head_dim
     attention = hidden * qkv + heads * head_dim * hidden
-    attention += {"qwen3": 2 * head_dim, "qwen2": qkv}.get(config["model_type"], 0)  # norms; biases
+    norms = {"qwen3": 2 * head_dim, "qwen3_moe": 2 * head_dim, "qwen2": qkv}  # or biases
+    attention += norms.get(config["model_type"], 0)
     mlp = 3 * hidden * config["intermediate_size"]
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    every = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    sparse = []
+    if experts:
+        sparse = [i for i in range(every - 1, layers, every) if i not in dense]
+    expert = 3 * hidden * config.get("moe_intermediate_size", 0)
+    mlps = (layers - len(sparse)) * mlp
+    mlps += len(sparse) * experts * (expert + hidden)  # and a router
     norms = 2 * hidden
     return Shape(
         layers=layers,
@@ -186,9 +214,12 @@ def shape_of(config, itemsize: int) -> Shape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=config["vocab_size"],
-        body=layers * (attention + mlp + norms) + hidden,
+        body=layers * (attention + norms) + mlps + hidden,
         itemsize=itemsize,
         tied=config.get("tie_word_embeddings", False),
+        experts=experts,
+        top=config.get("num_experts_per_tok", 0),
+        expert=len(sparse) * expert,
     )
 
 
@@ -201,7 +232,9 @@ def work_of(shape: Shape, items: Items, sampled: int) -> Work:
     """The work of a step that computes `items` and draws tokens for `sampled` sequences."""
     tokens = sum(num_tokens for num_tokens, _ in items)
     contexts = sum(context for _, context in items)
-    weights = shape.body + tokens * shape.hidden  # only some rows of the embedding
+    rest = shape.body - shape.experts * shape.expert
+    weights = rest + round(shape.hit(tokens) * shape.expert)
+    weights += tokens * shape.hidden  # only some rows of the embedding
     if sampled:
         weights += shape.head
     num_keys = sum(visible_keys(*item) for item in items)
@@ -209,6 +242,6 @@ def work_of(shape: Shape, items: Items, sampled: int) -> Work:
     return Work(
         weight_bytes=weights * shape.itemsize,
         kv_bytes=(contexts + tokens) * shape.kv_bytes,  # read and written
-        flops=2 * shape.body * tokens + 2 * shape.head * sampled + attention,
+        flops=2 * (rest + shape.top * shape.expert) * tokens + 2 * shape.head * sampled + attention,
         attention_flops=attention,
     )
