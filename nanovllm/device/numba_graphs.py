@@ -152,7 +152,7 @@ class NumbaStep:
                 other.result()
 
     def _threads(self) -> ThreadPoolExecutor:
-        """The engine's own threads, so that all of a step run. A forked process has none of them."""
+        """The engine's own threads, so that all of a step run. A forked process has others."""
         if self.process != os.getpid():
             self.process = os.getpid()
             self.pool = ThreadPoolExecutor(torch.get_num_threads(), "step")

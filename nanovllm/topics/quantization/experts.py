@@ -11,7 +11,12 @@ from nanovllm.topics.quantization.groups import Groups
 Product = Callable[[Tensor, Tensor, Pairs], Tensor]
 
 
-def product_for(weight: Groups, num_experts: int, backend: str, product_of: Callable) -> Product:
+def product_for(
+    weight: Groups,
+    num_experts: int,
+    backend: str,
+    product_of: Callable,
+) -> Product:
     """The grouped product with a weight that has the matrices of all experts, one below the other.
     `product_of` returns the function that multiplies with one matrix."""
     if backend.endswith("triton_ops"):
@@ -35,7 +40,12 @@ def rows_of(weight: Groups, rows: slice) -> Groups:
     return Groups(weight.codes[rows], weight.scales[rows], zeros)
 
 
-def one_by_one(x: Tensor, _: Tensor, pairs: Pairs, products: list) -> Tensor:
+def one_by_one(
+    x: Tensor,
+    _: Tensor,
+    pairs: Pairs,
+    products: list,
+) -> Tensor:
     """Takes the place of experts.product. The matrices are in `products`."""
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
@@ -45,7 +55,13 @@ def one_by_one(x: Tensor, _: Tensor, pairs: Pairs, products: list) -> Tensor:
     return result.to(x.dtype)
 
 
-def few_pairs(x: Tensor, _: Tensor, pairs: Pairs, weight: Groups, products: list) -> Tensor:
+def few_pairs(
+    x: Tensor,
+    _: Tensor,
+    pairs: Pairs,
+    weight: Groups,
+    products: list,
+) -> Tensor:
     """One kernel for all experts, in 4 bits, if there are few pairs of each."""
     from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_pairs
 

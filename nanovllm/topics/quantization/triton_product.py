@@ -99,7 +99,8 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     out = x.new_empty(num_rows, num_out)
     zeros = weight.scales if weight.zeros is None else weight.zeros  # scales are not read
     product_kernel[grid](
-        out, x, weight.codes, weight.scales, zeros, num_rows, num_out, num_in, num_groups, group_size,
+        out, x, weight.codes, weight.scales, zeros,
+        num_rows, num_out, num_in, num_groups, group_size,
         ROWS, OUT, numbers_of(x, group_size), 8 if weight.zeros is None else 4,
     )  # fmt: skip
     return out
