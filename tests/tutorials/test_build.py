@@ -1,6 +1,6 @@
 """Build it: holes are complete, the engine's tests accept right bodies, refuse wrong ones, and say why in a sentence.
 
-Run: pytest tests/tutorials/test_build.py; with --slow all wrong bodies of wrong_answers/bodies.txt
+Run: pytest tests/tutorials/test_build.py; with --slow a tenth of wrong_answers/bodies.txt, with ALL_BODIES=1 as well all
 """
 
 import compileall
@@ -19,6 +19,7 @@ from tutorials.building.holes import open_holes, with_holes
 from tutorials.building.milestones import MILESTONES, title_of
 
 BLOCKS = MILESTONES[0]
+PARTS = 10  # of the wrong bodies: all together take some 20 minutes
 
 
 def source_of(module: str) -> str:
@@ -138,9 +139,11 @@ def test_right_bodies_have_their_gain_and_are_noted(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_wrong_bodies_are_refused_and_right_ones_pass(tmp_path):
+@pytest.mark.parametrize("part", range(PARTS) if "ALL_BODIES" in os.environ else [0])
+def test_wrong_bodies_are_refused_and_right_ones_pass(tmp_path, part):
     """A wrong one by the test that its sentence names. numba's kernels run as plain Python."""
-    jobs, answers = [], [body for body in wrong_bodies() if not body.says.startswith("all pass:")]
+    bodies = [body for body in wrong_bodies() if not body.says.startswith("all pass:")]
+    jobs, answers = [], bodies[part::PARTS]
     build.assemble(ROOT, BLOCKS, tmp_path / "whole")
     compileall.compile_dir(tmp_path / "whole", quiet=1)
     for i, answer in enumerate(answers):
