@@ -73,7 +73,7 @@ def rope(**settings) -> dict:
         ({"vocab_size": 0}, "vocab_size=0 is not a positive integer"),
         ({"num_key_value_heads": 0}, "num_key_value_heads|modulo|zero"),
         ({"eos_token_id": "2"}, "eos_token_id.*'2'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only silu"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: here the activation is silu"),
         (rope(rope_type="linear", factor="2"), "'str'"),
         (rope(rope_type="dynamic", factor=None), "NoneType"),
         (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings="64"), "'str'"),
