@@ -38,7 +38,7 @@ def check_like_transformers(model, outputs) -> None:
             assert i < len(prompt) - 1 or expected[i].max() - expected[i, token] < 1e-4
 
 
-@pytest.mark.slow(but_every=10)
+@pytest.mark.slow(but_every=30)
 @pytest.mark.parametrize("seed", range(100))
 def test_like_transformers(seed, tmp_path):
     """In chunks of 1 to 64 tokens, with preemption, from both layouts of the files."""
@@ -91,7 +91,7 @@ def check_near(found, exact) -> None:
     assert ((found.cpu() - exact).norm(dim=1) / exact.norm(dim=1)).max() < most
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but_every=9)
 @pytest.mark.parametrize("num_rows, num_experts, top", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @backends()
@@ -114,7 +114,7 @@ def test_a_grouped_product(backend, dtype, num_rows, num_experts, top):
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=12)
 @pytest.mark.parametrize("num_rows, num_experts, top", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])

@@ -94,6 +94,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     "old, new, says",
     [
