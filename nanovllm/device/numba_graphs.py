@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FEW = 4  # sequences: with more, oneDNN's products are worth the calls between them
 MOST_COPIED = 2**30  # bytes of weights that are kept in two forms
+MOST_THREADS = 256  # of a step: they wait for each other, so the pool must have room for all
 NEVER = 2**62
 NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales and zeros
 
@@ -138,7 +139,7 @@ class NumbaStep:
 
     def _call(self, inputs: Inputs) -> None:
         work = self.model.gate_up.codes.size * len(inputs.ids)
-        num_threads = torch.get_num_threads() if work >= SMALL else 1
+        num_threads = min(torch.get_num_threads(), MOST_THREADS) if work >= SMALL else 1
         clocks = np.zeros(num_threads, np.int64)
         call = partial(self.step, inputs, self.model, self.memory, clocks)
         others = []
@@ -155,7 +156,7 @@ class NumbaStep:
         """The engine's own threads, so that all of a step run. A forked process has others."""
         if self.process != os.getpid():
             self.process = os.getpid()
-            self.pool = ThreadPoolExecutor(torch.get_num_threads(), "step")
+            self.pool = ThreadPoolExecutor(MOST_THREADS, "step")  # a thread starts when needed
         assert self.pool is not None
         return self.pool
 

@@ -5,6 +5,7 @@ Run: pytest tests/core/test_numba_graphs.py [-k interrupt]
 
 import logging
 import os
+import threading
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def test_an_interrupt_before_the_call_lets_the_other_threads_end(monkeypatch):
         llm.generate("12 + 30 =", GREEDY, use_tqdm=False)
     graphs.step = step
     assert llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_a_later_step_may_have_more_threads_than_the_first(monkeypatch):
+    """They wait for each other, so all of them must run. On a busy machine the first step has few."""
+    llm = new_llm()
+    for num_threads in (2, 6):
+        on_threads(monkeypatch, num_threads)
+        recording = threading.Thread(target=llm.runner.graphs.record, args=(1,), daemon=True)
+        recording.start()
+        recording.join(60)
+        assert not recording.is_alive()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
