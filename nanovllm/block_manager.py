@@ -119,10 +119,8 @@ class BlockManager:
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """Whether enough blocks are free for all tokens of a waiting request, in addition to
         `num_reserved` for other requests."""
-        first, *others = request.unfinished
-        needed = self.num_blocks_for(len(first.token_ids)) + num_reserved
-        if others:
-            needed += self.num_blocks_at_fork(request)
+        first = request.unfinished[0]
+        needed = num_reserved + self.num_blocks_for(len(first)) + self.num_blocks_at_fork(request)
         if needed <= len(self.free_blocks):
             return True
         # cached blocks that other sequences use need not be allocated again
@@ -164,19 +162,11 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, num_tokens: int) -> None:
         """Gives `seq` the blocks for its next `num_tokens` tokens; the caller must have checked
-        that they are free. The first write into a shared block copies it before the step
-        (copy-on-write, paper, section 4.4). A cached block that only this sequence uses
-        leaves the prefix cache before the sequence writes into it."""
+        that they are free. If the first of these tokens goes into a block that the sequence has,
+        see `own_block`."""
         i = seq.num_computed_tokens // self.block_size
-        if i < len(seq.block_table):  # the next token goes into a block that it has
-            block = self.blocks[seq.block_table[i]]
-            if block.ref_count > 1:
-                seq.block_table[i] = self.take_block().id
-                self.moves.copies.append((block.id, seq.block_table[i]))
-                block.ref_count -= 1
-            elif block.key is not None:
-                # the sequence shares only its first tokens: what is written makes the key wrong
-                self._evict(block)
+        if i < len(seq.block_table):
+            self.own_block(seq, i)
         end = seq.num_computed_tokens + num_tokens
         while len(seq.block_table) * self.block_size < end:
             seq.block_table.append(self.take_block().id)
@@ -270,8 +260,7 @@ class BlockManager:
         assert is_new, f"{child} already has blocks"
         num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         num_full = num_tokens // self.block_size
-        has_part = num_tokens > num_full * self.block_size
-        if has_part and parent.block_table[num_full] in self.unwritten:
+        if num_tokens % self.block_size and parent.block_table[num_full] in self.unwritten:
             # part of a block cannot be copied before the step that writes it
             num_tokens = num_full * self.block_size
         child.num_computed_tokens = num_tokens
@@ -279,3 +268,16 @@ class BlockManager:
         child.prefix_ids = parent.prefix_ids[:num_full]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
+
+    def own_block(self, seq: Sequence, i: int) -> None:
+        """Prepares block `i` of the sequence's table for a write of this sequence. A shared block
+        is copied before the step (copy-on-write, paper, section 4.4). A cached block that only
+        this sequence uses leaves the prefix cache."""
+        block = self.blocks[seq.block_table[i]]
+        if block.ref_count > 1:
+            seq.block_table[i] = self.take_block().id
+            self.moves.copies.append((block.id, seq.block_table[i]))
+            block.ref_count -= 1
+        elif block.key is not None:
+            # the sequence shares only its first tokens: what is written makes the key wrong
+            self._evict(block)

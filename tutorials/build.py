@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 
 from tutorials.assignments.report import Report
 from tutorials.building.gains import GAINS
-from tutorials.building.holes import functions, open_holes, statements, with_holes
+from tutorials.building.holes import filled, functions, open_holes, statements, with_holes
 from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone, title_of
 
 ROOT = Path(__file__).parents[1]
@@ -69,17 +69,22 @@ def holes_in(path: Path) -> list[str] | None:
 
 
 def assemble(folder: Path, milestone: Milestone, target: Path) -> list[str]:
-    """Copies the student's package. A file of another milestone that has open holes is ours. Returns
-    the other files that are the student's: they differ from ours, and have no holes."""
+    """Copies the student's package. A file of another milestone that has open holes is ours. In a
+    file that both have holes in, the open functions of the other are ours. Returns the other files
+    that are the student's: they differ from ours, and have no holes."""
     own = []
     shutil.copytree(folder / "nanovllm", target / "nanovllm", ignore=NOT_COPIED)
     for other in MILESTONES:
         if not milestone.is_last and other is not milestone:
-            for module in other.holes:
-                path = target / "nanovllm" / module
-                if holes_in(path) != []:
-                    shutil.copy(PACKAGE / module, path)
-                elif path.read_bytes() != (PACKAGE / module).read_bytes():
+            for module, names in other.holes.items():
+                path, ours = target / "nanovllm" / module, PACKAGE / module
+                found = holes_in(path)
+                if module in milestone.holes:
+                    if missing := {*names}.intersection(found or ()):
+                        path.write_text(filled(path, missing, ours), encoding="utf-8")
+                elif found != []:
+                    shutil.copy(ours, path)
+                elif path.read_bytes() != ours.read_bytes():
                     own.append(module)
     return own
 
@@ -175,7 +180,8 @@ def check(folder: Path, milestone: Milestone, limit: float = LIMIT) -> Result:
         target = Path(place).resolve()
         others = assemble(folder, milestone, target)
         own = MILESTONES if milestone.is_last else [milestone]
-        modules = [target / "nanovllm" / module for one in own for module in one.holes]
+        names = dict.fromkeys(module for one in own for module in one.holes)
+        modules = [target / "nanovllm" / name for name in names]
         found = [
             f"{name} in {module.relative_to(target / 'nanovllm').as_posix()}"
             for module in modules

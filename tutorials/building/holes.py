@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -37,6 +38,17 @@ def with_holes(source: str, names: Iterable[str], message: str) -> str:
         lines[begin : function.end_lineno] = [
             f'{" " * first.col_offset}raise NotImplementedError("{message}")\n'
         ]
+    return "".join(lines)
+
+
+def filled(path: Path, names: Iterable[str], ours: Path) -> str:
+    """The source of a file with these functions as they are in ours."""
+    sources = [one.read_text(encoding="utf-8") for one in (path, ours)]
+    lines, right = (source.splitlines(keepends=True) for source in sources)
+    known, others = map(functions, sources)
+    for name in sorted(names, key=lambda name: -known[name].lineno):
+        body = right[others[name].lineno - 1 : others[name].end_lineno]
+        lines[known[name].lineno - 1 : known[name].end_lineno] = body
     return "".join(lines)
 
 
