@@ -254,7 +254,8 @@ class Scheduler:
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
         """Allocates blocks for each item, caches the blocks that become full, and adds the item to
-        the schedule."""
+        the schedule. A block whose last token is pending (a negative id: overlap.py) is not cached
+        yet."""
         manager = self.block_manager
         for item in items:
             seq, start, num_tokens = item
@@ -319,7 +320,8 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token_id: int, likeliest: TokenLogprobs | None) -> None:
         """Appends a sampled token to its sequence, and its log-probabilities if the sequence has
-        any. The sequence may end with this token: see reason_to_end."""
+        any. If the step in flight computes this token, the block that it fills is cached now. The
+        sequence may end with this token: see reason_to_end."""
         if seq.logprobs is not None:
             seq.logprobs.append(likeliest or {})
         seq.token_ids.append(token_id)

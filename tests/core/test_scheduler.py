@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from scenarios import AnyPolicy, play, scenarios
 from scheduling import drain, new_request, new_scheduler, step
 
+from nanovllm.overlap import pending
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
@@ -36,6 +37,20 @@ def test_decodes_share_a_step_with_the_chunk_of_a_long_prompt():
     assert step(scheduler, runner) == [("0", 1), ("1", 9)]
     assert step(scheduler, runner) == [("0", 1), ("1", 1)]
     assert step(scheduler, runner) == [("1", 1)]  # request 0 has its four tokens
+
+
+def test_a_block_is_cached_once_its_last_token_is_no_longer_pending():
+    """The step behind the one in flight computes a token that the host has not read."""
+    scheduler = new_scheduler(tokens=16)
+    scheduler.add(new_request(0, [5, 6, 7]))
+    schedule = scheduler.schedule()
+    scheduler.advance(schedule)
+    with pending(schedule):
+        scheduler.advance(scheduler.schedule())
+    cached = scheduler.block_manager.cached_blocks
+    assert not cached
+    scheduler.update(schedule, [8])
+    assert [token_ids for _, token_ids in cached] == [(5, 6, 7, 8)]
 
 
 def test_a_request_arriving_later_joins_the_running_batch():
