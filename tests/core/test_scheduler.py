@@ -84,16 +84,16 @@ def test_a_sample_that_has_ended_leaves_its_seat_and_its_blocks():
 
 def test_last_arrived_is_preempted_and_comes_back():
     scheduler, runner = new_scheduler(num_blocks=4, block_size=4), FakeRunner(4)
-    first, second = new_request(0, [1] * 7, max_tokens=6), new_request(1, [2] * 7, max_tokens=6)
-    scheduler.add(first)
-    scheduler.add(second)
+    first, second, third = (new_request(i, [i] * 7, max_tokens=6) for i in range(3))
+    for request in (first, second, third):
+        scheduler.add(request)
     plans = [step(scheduler, runner) for _ in range(3)]
     assert plans == [[("0", 7), ("1", 7)], [("0", 1), ("1", 1)], [("0", 1)]]
-    assert scheduler.waiting == [second]
+    assert scheduler.waiting == [second, third]  # in the order of arrival
     assert scheduler.num_preemptions == 1
     assert second.sequences[0].block_table == []
     drain(scheduler, runner)
-    check_tokens(first, second, vocab_size=3)
+    check_tokens(first, second, third, vocab_size=3)
     assert scheduler.block_manager.num_used_blocks == 0
 
 
