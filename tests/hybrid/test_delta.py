@@ -50,6 +50,7 @@ def test_both_forms_equal_transformers(num_tokens):
     qkv, log_decay, beta = inputs(num_tokens)
     state = torch.randn(HEADS, 8, 12)
     q, k, v = (x.unflatten(1, (-1, n)) for x, n in zip(qkv.split([16, 16, 48], 1), (8, 8, 12)))
+    q, k = (x.repeat_interleave(HEADS // 2, 1) for x in (q, k))
     options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
     for rule in (oracle.torch_recurrent_gated_delta_rule, oracle.torch_chunk_gated_delta_rule):
         batch = (x.unsqueeze(0) for x in (q, k, v))
