@@ -221,6 +221,10 @@ def test_nothing_is_found_without_prefix_caching_or_while_prompts_are_scored():
         found = manager.find_prefix(new_sequence(range(9)))
         assert len(found) == len(seq.prefix_ids) == 2 * is_enabled
         assert manager.find_prefix(scored.sequences[0]) == []
+    scored.prompt_logprobs.extend([{}] * 9)  # it lacks none
+    manager = BlockManager(8, 4)
+    compute(manager, new_sequence(range(9)))
+    assert len(manager.find_prefix(scored.sequences[0])) == 2
 
 
 def test_equal_tokens_after_different_prefixes_are_different_blocks():

@@ -172,6 +172,7 @@ def is_urgent(self, request):
 
 
 def make_room(self, schedule):
+    assert schedule.tokens_left == 16  # the budget is known
     both = self.waiting and self.running
     if both and self.priority(self.waiting[-1]) < self.priority(self.running[0]):
         self.preempt(max(self.running, key=self.priority))
