@@ -67,6 +67,12 @@ def test_max_num_seqs_bounds_the_batch():
         scheduler.add(new_request(i, [i] * 2, n=2 if i == 1 else 1))
     assert step(scheduler, runner) == [("0", 2), ("1", 2)]  # request 1 will have two sequences
     assert step(scheduler, runner) == [("0", 1), ("1", 1), ("1", 1)]
+    scheduler = new_scheduler(seqs=3)
+    for i in range(3):
+        scheduler.add(new_request(i, [i] * 2))
+    scheduler.waiting[0].__class__ = type("Search", (Request,), {"most_sequences": 2})
+    assert step(scheduler, runner) == [("0", 2), ("1", 2)]
+    assert step(scheduler, runner) == [("0", 1), ("1", 1)]  # request 0 may fork at any step
 
 
 def test_a_sample_that_has_ended_leaves_its_seat_and_its_blocks():
@@ -184,6 +190,21 @@ def test_samples_share_the_blocks_of_the_prompt(prompt, shared, copies):
     drain(scheduler, runner)
     check_tokens(request, vocab_size=3)
     assert scheduler.num_prompt_tokens == prompt and scheduler.block_manager.num_used_blocks == 0
+
+
+def test_a_sample_that_has_ended_does_not_come_back_with_the_others():
+    scheduler, runner = new_scheduler(num_blocks=12, tokens=32), FakeRunner(4)
+    scheduler.add(new_request(0, [1] * 4, max_tokens=24))
+    second = new_request(1, [*range(14)], max_tokens=8, n=3)
+    scheduler.add(second)
+    for _ in range(3):
+        step(scheduler, runner)
+    scheduler.finish(second.sequences[0], "stop")
+    scheduler.preempt(second)
+    drain(scheduler, runner)
+    assert second.sequences[0].block_table == []
+    assert scheduler.block_manager.num_used_blocks == 0
+    assert all(seq.num_output_tokens == 8 for seq in second.sequences[1:])
 
 
 def test_samples_that_were_preempted_share_again():
