@@ -241,14 +241,14 @@ class Scheduler:
             manager.allocate(seq, len(seq.token_ids) - seq.num_computed_tokens)
 
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
-        """The missing tokens of each of the request's sequences, as many as the budgets allow. For
-        several sequences see groups.tokens_to_compute."""
+        """The missing tokens of each of the request's sequences, as many as the budgets allow. The
+        last token of a full answer is never fed to the model, even if it is pending (overlap.py).
+        For several sequences see groups.tokens_to_compute."""
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
             return self.groups.tokens_to_compute(request, schedule)
         seq = seqs[0]
-        # the last token of a sequence is never fed to the model; it may be pending (chapter 11)
         num_fed = min(len(seq.token_ids), request.max_len - 1)
         return schedule.next_tokens(seq, num_fed - seq.num_computed_tokens)
 

@@ -51,6 +51,12 @@ def test_a_block_is_cached_once_its_last_token_is_no_longer_pending():
     assert not cached
     scheduler.update(schedule, [8])
     assert [token_ids for _, token_ids in cached] == [(5, 6, 7, 8)]
+    ending = new_scheduler(tokens=16)
+    ending.add(new_request(0, [5, 6, 7], max_tokens=1))
+    schedule = ending.schedule()
+    ending.advance(schedule)
+    with pending(schedule):
+        assert not ending.schedule().items  # the last token of an answer is not fed to the model
 
 
 def test_a_request_arriving_later_joins_the_running_batch():
