@@ -34,7 +34,7 @@ class Slots:
         raise NotImplementedError
 
     def fork(self, parent: str, child: str) -> None:
-        """The new sequence `child` begins with the state of `parent`."""
+        """The new sequence `child` begins with the state of `parent`, which may not have written yet."""
         raise NotImplementedError
 
     def write(self, name: str) -> tuple[int, int]:
@@ -44,5 +44,5 @@ class Slots:
         raise NotImplementedError
 
     def free(self, name: str) -> None:
-        """The sequence has ended."""
+        """The sequence has ended. It may not have written."""
         raise NotImplementedError

@@ -61,6 +61,7 @@ def check_2(answers) -> None:
     for seed in (1, 2, 3):
         log = play(random_jobs(100, seed), answers.Careful, **MEMORY)
         compare("two blocks each", log, log_of(TwoEach, seed))
+    play([("A", 0, 8, 1)], answers.Careful, num_blocks=2, caching=False)  # none is left
 
 
 def check_3(answers) -> None:

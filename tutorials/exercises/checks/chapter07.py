@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,11 +25,11 @@ def plan_of(*parts: tuple[list[int], int, int, list[int]]) -> Schedule:
 
 
 def check_1(answers) -> None:
-    runner = LLM(block_size=4, num_blocks=64, device="cpu").runner
     cases = [(9, 6, 2, [5, 2, 8]), (9, 6, 3, [5, 2, 8]), (10, 0, 4, [3, 1, 0]), (1, 0, 1, [9])]
-    cases += [(8, 7, 1, [4, 0]), (12, 4, 8, [1, 0, 2]), (14, 5, 3, [6, 1, 7, 0])]
+    cases += [(8, 7, 1, [4, 0]), (12, 4, 8, [1, 0, 2]), (90, 64, 20, [*range(40, 17, -1)])]
     cases += [(9, 4, 1, [5, 2, 8]), (3, 0, 1, [2])]  # chunks of one token, in the middle
-    for length, start, num_tokens, table in cases:
+    runners = {n: LLM(block_size=n, num_blocks=64, device="cpu").runner for n in (4, 16)}
+    for (length, start, num_tokens, table), (size, runner) in product(cases, runners.items()):
         inputs = runner.prepare(plan_of((list(range(length)), start, num_tokens, table)))
         right = {
             "the positions": inputs.positions.tolist(),
@@ -36,8 +37,8 @@ def check_1(answers) -> None:
             "the context": int(inputs.batch.context_lens[0]),
             "whether a row is sampled": len(inputs.sampled_rows) > 0,
         }
-        said = unchanged(answers.arrays, list(range(length)), start, num_tokens, table, 4)
-        case = f"{num_tokens} of {length} tokens from {start} on, table {table}"
+        said = unchanged(answers.arrays, list(range(length)), start, num_tokens, table, size)
+        case = f"{num_tokens} of {length} tokens from {start} on, table {table}, blocks of {size}"
         expect(len(said) == 4, f"{case}: four results are wanted, but there are {len(said)}")
         for (name, value), one in zip(right.items(), said):
             one = list(one) if isinstance(value, list) else one
@@ -67,7 +68,7 @@ def ragged(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_2(answers) -> None:
-    for counts in ([2, 3, 1], [1, 1], [4], [2, 0, 5], [0, 3], [3, 0]):
+    for counts in ([2, 3, 1], [1, 1], [4], [2, 0, 5], [0, 3], [3, 0], [0, 0]):
         blocks, ends = ragged(counts)
         wanted = [
             [*blocks[begin:end].tolist(), *[-1] * (max(counts) - (end - begin))]
