@@ -21,7 +21,7 @@ def delta_step(
     decay: float,
     beta: float,
 ) -> tuple[list[float], list[list[float]]]:
-    """One token of the gated delta rule: what the token reads, and the new state. The state has a row
+    """One token of the gated delta rule: what the query reads, and the new state. The state has a row
     for each number of a key, and a column for each number of a value."""
     raise NotImplementedError
 

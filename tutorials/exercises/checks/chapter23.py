@@ -41,7 +41,7 @@ def check_2(answers) -> None:
         expect(same, f"{case}: the new state should be {right}, but it is {new}")
         wanted = (out[0, 0] * keys**0.5).tolist()  # the engine scales queries
         close = all(abs(a - b) < 1e-4 for a, b in zip(said, wanted, strict=True))
-        expect(close, f"{case}: the token should read {wanted}, but it reads {said}")
+        expect(close, f"{case}: the query should read {wanted}, but it reads {said}")
 
 
 def check_3(answers) -> None:
