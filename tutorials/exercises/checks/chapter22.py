@@ -75,7 +75,7 @@ def check_drafts_with_the_model(answers) -> None:
 def check_2(answers) -> None:
     cases = [(0.8, n, 1.0, 0.01, 8) for n in (1, 8, 64, 512)]
     cases += [(0.0, 1, 1.0, 0.01, 4), (1.0, 4, 1.0, 0.01, 40), (1.0, 4, 0.0, 1.0, 5)]
-    cases += [(0.5, 2, 1.0, 0.2, 0), (0.3, 1, 5.0, 0.5, 6)]
+    cases += [(0.5, 2, 1.0, 0.2, 0), (0.3, 1, 5000.0, 500.0, 6)]
     for right, num_seqs, fixed, per_row, most in cases:
         speeds = []
         for k in range(most + 1):
