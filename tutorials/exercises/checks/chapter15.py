@@ -42,6 +42,7 @@ def check_2(answers) -> None:
         ("a difference of 50 %, and a range of 25 %: just twice", [(1.0, 1.5), (1.0, 1.25), (1.0, 1.5)], (1.0, 1.3), "not clear"),
         ("a difference of 30 %, and a range of 20 %", [(1.0, 1.2), (1.0, 1.3), (1.0, 1.4)], (1.0, 1.3), "not clear"),
         ("50 % less, and a range of 10 %", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 1.9), "right"),
+        ("50 % less, and it sees no difference", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 2.0), "wrong"),
         ("50 % less, and it says 5 % more", [(1.0, 0.45), (1.0, 0.55), (1.0, 0.5)], (2.0, 2.1), "wrong"),
         ("each turn is twice as slow as the one before, for both", [(1.0, 1.2), (2.0, 2.4), (4.0, 4.8)], (1.0, 1.1), "right"),
         ("one turn of five was disturbed", [(1.0, 1.3), (1.0, 1.32), (1.0, 1.3), (1.0, 1.31), (1.0, 0.7)], (1.0, 1.2), "not clear"),
