@@ -248,7 +248,7 @@ def test_a_busy_machine_takes_no_time_from_a_file(tmp_path, monkeypatch, is_star
     """A process that only waits for a processor has all its time."""
     clock = time.monotonic if is_starved else lambda: 0.0
     start = clock()
-    monkeypatch.setattr(process, "seconds_starved", lambda pid: clock() - start)
+    monkeypatch.setattr(process, "seconds_of", lambda pid: (0.0, clock() - start))
     monkeypatch.setattr(process, "SECONDS_PER_CALL", 0.2)
     code = method(
         "import time\ntime.sleep(0.3 if self.clock() == 0 else 0)\nreturn super().schedule()"

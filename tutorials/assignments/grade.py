@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="students' files")
     parser.add_argument("--json", type=Path, help="write results.json here, or into this folder")
     parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
-    help = f"seconds for a file (default: {LIMIT:g})"
+    help = f"seconds of a processor for a file (default: {LIMIT:g})"
     parser.add_argument("--limit", type=float, default=LIMIT, help=help)
     args = parser.parse_intermixed_args(arguments)
     for path in args.paths:

@@ -18,13 +18,13 @@ from nanovllm import Run
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from tutorials.assignments.problems import Broken, Kind
-from tutorials.assignments.process import Process, Submission, Unreadable, read_source
+from tutorials.assignments.process import Process, Submission, Unreadable, end_all, read_source
 from tutorials.assignments.public import PROMPTS, SCARCE, answers_of
 from tutorials.assignments.referee import EngineReferee, new_referee, referee_for
 from tutorials.assignments.report import Report, plain_lines
 from tutorials.assignments.task import Goal, Part, Task, name_in_report, serve, serve_baseline
 
-LIMIT = 300.0  # seconds for a file
+LIMIT = 300.0  # seconds of a processor for a file
 MOST_STEPS = 10_000  # of the real engine; first come, first served takes some hundred
 HIDDEN = "what it says on secret seeds is not shown, try the public ones"
 
@@ -73,7 +73,10 @@ class Grader:
             self._add(report, "your file", 0, self.task.points, str(error))
             return report
         with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the file may replace it
-            self._grade(report, Submission(source, path.name, Path(folder), self.limit))
+            try:
+                self._grade(report, Submission(source, path.name, Path(folder), self.limit))
+            finally:
+                end_all(Path(folder))
         return report
 
     def _grade(self, report: Report, submission: Submission) -> None:

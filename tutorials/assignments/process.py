@@ -28,6 +28,7 @@ LONGEST_ANSWER = 2**20  # bytes; an honest one has some thousand
 SECONDS_TO_START = 20.0
 SECONDS_PER_CALL = 5.0
 PATIENCE = 0.8  # of the seconds for an answer, until a process prints where it is
+IDLE = 0.25  # of a second counts in which a process neither computes nor waits for a processor
 
 
 # --- what all processes of a submission share ---
@@ -37,7 +38,7 @@ PATIENCE = 0.8  # of the seconds for an answer, until a process prints where it 
 class Submission:
     source: str
     name: str  # of the file, for its messages
-    folder: Path  # where its processes work
+    folder: Path  # where its processes work, each in a folder of its own
     limit: float  # seconds for all answers
     used: float = 0.0  # as much of it as is gone
 
@@ -72,12 +73,22 @@ def read_source(path: Path) -> str:
 # --- one process ---
 
 
-def seconds_starved(pid: int) -> float:
-    """How long a process has waited for a processor, as far as the system says so (Linux)."""
+def seconds_of(pid: int) -> tuple[float, float]:
+    """How long a process has computed, and how long it has waited for a processor, as far as the
+    system says so (Linux)."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+        busy, starved, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(busy) / 1e9, int(starved) / 1e9
+
+
+def end_all(folder: Path) -> None:
+    """Ends what a file has started in a session of its own and with its own environment (Linux)."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of another user, or it has ended
+            if bytes(folder) in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 class Process:
@@ -91,7 +102,7 @@ class Process:
         self.submission = submission
         self.seconds_per_call = seconds_per_call or SECONDS_PER_CALL
         self.buffer = b""
-        self.starved = self.asked = 0.0  # seconds; and when it was asked, by its clock
+        self.busy = self.starved = self.asked = 0.0  # seconds; and when it was asked, by its clock
         with ExitStack() as ends:  # if anything fails, all before it is undone
             self.printed = ends.enter_context(tempfile.TemporaryFile())
             self.process = self._start(megabytes)
@@ -101,7 +112,10 @@ class Process:
             self.close = ends.pop_all().close
 
     def _start(self, megabytes: int) -> subprocess.Popen:
-        folder = str(self.submission.folder)
+        try:
+            folder = tempfile.mkdtemp(dir=self.submission.folder)
+        except OSError:
+            raise Broken(Kind.RULE, "your file has replaced the folder in which it works") from None
         settings = {
             "PATH": os.environ.get("PATH", ""),
             "HOME": folder,
@@ -127,14 +141,15 @@ class Process:
         """Sends one line and waits for one line. Raises Broken if the answer is an error, late, or
         none."""
         limit = seconds or self.seconds_per_call
-        self.asked = self.clock()
+        self.asked, busy = self.clock(), self.busy
         until = self.asked + min(limit, self.submission.seconds_left())
         question = message | {"patience": PATIENCE * limit}
         try:
             self._send(json.dumps(question).encode() + b"\n", until, limit)
             line = self._receive(until, limit)
         finally:
-            self.submission.used += self.clock() - self.asked
+            seconds, busy = self.clock() - self.asked, self.busy - busy
+            self.submission.used += busy + IDLE * max(0.0, seconds - busy)
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
@@ -149,7 +164,8 @@ class Process:
     def clock(self) -> float:
         """In seconds. It stands still while the process waits for a processor, so that a busy machine
         takes no time away from the file."""
-        self.starved = max(self.starved, seconds_starved(self.process.pid))
+        busy, starved = seconds_of(self.process.pid)
+        self.busy, self.starved = max(self.busy, busy), max(self.starved, starved)
         return time.monotonic() - self.starved
 
     def _send(self, line: bytes, until: float, limit: float) -> None:

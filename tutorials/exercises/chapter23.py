@@ -21,7 +21,7 @@ def delta_step(
     decay: float,
     beta: float,
 ) -> tuple[list[float], list[list[float]]]:
-    """One token of the gated delta rule: what the token reads, and the new state. The state has a row
+    """One token of the gated delta rule: what the query reads, and the new state. The state has a row
     for each number of a key, and a column for each number of a value."""
     raise NotImplementedError
 
@@ -34,7 +34,7 @@ class Slots:
         raise NotImplementedError
 
     def fork(self, parent: str, child: str) -> None:
-        """The new sequence `child` begins with the state of `parent`."""
+        """The new sequence `child` begins with the state of `parent`, which may not have written yet."""
         raise NotImplementedError
 
     def write(self, name: str) -> tuple[int, int]:
@@ -44,5 +44,5 @@ class Slots:
         raise NotImplementedError
 
     def free(self, name: str) -> None:
-        """The sequence has ended."""
+        """The sequence has ended. It may not have written."""
         raise NotImplementedError

@@ -74,7 +74,8 @@ def steps_of_the_scheduler(outputs: list[int], seats: int) -> int:
 def check_3(answers) -> None:
     rng = random.Random(0)
     loads = [([6, 4, 3, 5], 2), ([1, 1, 1], 8), ([9, 1, 1, 1], 2), ([1, 1, 1, 9], 2), ([], 3)]
-    loads += [([rng.randint(1, 20) for _ in range(12)], rng.randint(1, 5)) for _ in range(10)]
+    lengths = (rng.choices(range(1, 21), k=rng.randint(1, 40)) for _ in range(10))
+    loads += [(length, rng.randint(1, 5)) for length in lengths]
     for outputs, seats in loads:
         counted = steps_of_the_scheduler(outputs, seats)
         said = unchanged(answers.num_steps, outputs, seats)

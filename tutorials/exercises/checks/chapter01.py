@@ -38,7 +38,7 @@ def answers_of(rung: ModuleType, lengths: Lengths) -> list[list[int]]:
 
 
 def check_1(answers) -> None:
-    for lengths in (FOUR, ((5, 1),), ((3, 9), (8, 2))):
+    for lengths in (FOUR, ((5, 1),), ((3, 2), (8, 9), (1, 4))):
         prompts, outputs = map(list, zip(*lengths))
         steps, _ = run(rung3.generate, requests_of(lengths))
         counted = sum(step.tokens for step in steps)
@@ -67,6 +67,10 @@ def check_2(answers) -> None:
     expect(counted == 202, f"the four requests: 202 tokens would do, yours computes {counted}")
     sizes = [len(step.requests) for step in steps]
     expect(sizes == [4, 4, 4, 3, 2, 1], f"requests in each step: {sizes}, not [4, 4, 4, 3, 2, 1]")
+    longest = max(52, steps[0].held // 4)
+    slots = [(step.held, step.used) for step in steps]
+    right_slots = [(num * longest, used) for num, used in zip(sizes, (98, 102, 106, 60, 40, 23))]
+    expect(slots == right_slots, f"slots held and used in each step: {slots}, not {right_slots}")
 
 
 def check_3(answers) -> None:

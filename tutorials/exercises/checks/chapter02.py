@@ -63,13 +63,14 @@ def check_2(answers) -> None:
 
 def check_taken(manager: BlockManager) -> None:
     """Three blocks are free, and all can be found: the last one is taken, and can be found no more."""
-    for token in range(3):
-        seq = sequence([token] * 4)
+    seqs = [sequence([token] * 4) for token in range(3)]
+    for seq in seqs:
         compute(manager, seq)
-        (last,) = seq.block_table
-        manager.free(seq)
+    (last,) = seqs[1].block_table
+    for i in (0, 2, 1):
+        manager.free(seqs[i])
     taken = manager.take_block()
-    what = f"blocks were freed in this order: 0, 1, 2. It takes block {taken.id}"
+    what = f"blocks were freed in this order: 0, 2, 1. It takes block {taken.id}"
     expect(taken.id == last, f"{what}, and not the last one")
     is_found = taken.key is not None or taken in manager.cached_blocks.values()
     what = f"block {taken.id} is taken, and its old prefix can still be found"

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,11 +25,11 @@ def plan_of(*parts: tuple[list[int], int, int, list[int]]) -> Schedule:
 
 
 def check_1(answers) -> None:
-    runner = LLM(block_size=4, num_blocks=64, device="cpu").runner
     cases = [(9, 6, 2, [5, 2, 8]), (9, 6, 3, [5, 2, 8]), (10, 0, 4, [3, 1, 0]), (1, 0, 1, [9])]
-    cases += [(8, 7, 1, [4, 0]), (12, 4, 8, [1, 0, 2]), (14, 5, 3, [6, 1, 7, 0])]
+    cases += [(8, 7, 1, [4, 0]), (12, 4, 8, [1, 0, 2]), (90, 64, 20, [*range(40, 17, -1)])]
     cases += [(9, 4, 1, [5, 2, 8]), (3, 0, 1, [2])]  # chunks of one token, in the middle
-    for length, start, num_tokens, table in cases:
+    runners = {n: LLM(block_size=n, num_blocks=64, device="cpu").runner for n in (4, 16)}
+    for (length, start, num_tokens, table), (size, runner) in product(cases, runners.items()):
         inputs = runner.prepare(plan_of((list(range(length)), start, num_tokens, table)))
         right = {
             "the positions": inputs.positions.tolist(),
@@ -36,8 +37,8 @@ def check_1(answers) -> None:
             "the context": int(inputs.batch.context_lens[0]),
             "whether a row is sampled": len(inputs.sampled_rows) > 0,
         }
-        said = unchanged(answers.arrays, list(range(length)), start, num_tokens, table, 4)
-        case = f"{num_tokens} of {length} tokens from {start} on, table {table}"
+        said = unchanged(answers.arrays, list(range(length)), start, num_tokens, table, size)
+        case = f"{num_tokens} of {length} tokens from {start} on, table {table}, blocks of {size}"
         expect(len(said) == 4, f"{case}: four results are wanted, but there are {len(said)}")
         for (name, value), one in zip(right.items(), said):
             one = list(one) if isinstance(value, list) else one
@@ -67,7 +68,7 @@ def ragged(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_2(answers) -> None:
-    for counts in ([2, 3, 1], [1, 1], [4], [2, 0, 5], [0, 3], [3, 0]):
+    for counts in ([2, 3, 1], [1, 1], [4], [2, 0, 5], [0, 3], [3, 0], [0, 0]):
         blocks, ends = ragged(counts)
         wanted = [
             [*blocks[begin:end].tolist(), *[-1] * (max(counts) - (end - begin))]
@@ -121,7 +122,7 @@ def check_3(answers) -> None:
         {"C": [3], "A": [5, 2, 8, 6]},
     ]
     check_steps(answers.Tables(2, 4), 4, steps)
-    check_steps(answers.Tables(6, 9), 9, [*random_steps(random.Random(0), 200)])
+    check_steps(answers.Tables(8, 9), 9, [*random_steps(random.Random(0), 200)])
     few, many = (work_of_a_step(answers.Tables(3, 10 * n), n) for n in (1, 100))
     more = [b - a for a, b in zip(few, many)]
     where = "where nothing is new, for 1,200 blocks"
@@ -144,7 +145,7 @@ def random_steps(rng: random.Random, count: int) -> Iterator[dict[str, list[int]
     """Sequences come, grow, are preempted, come back with other blocks, and leave."""
     tables: dict[str, list[int]] = {}
     for _ in range(count):
-        names = rng.sample("ABCDEFGHI", rng.randint(1, 6))
+        names = rng.sample("ABCDEFGHI", rng.randint(1, 8))
         tables = {
             name: [*tables.get(name, []), *(rng.randrange(99) for _ in range(rng.randint(0, 2)))]
             for name in names

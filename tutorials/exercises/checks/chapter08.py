@@ -18,7 +18,8 @@ def check_1(answers) -> None:
     halves = [0.5, 0.25, 0.125, 0.125]
     for probs, options, wanted in (
         (PROBS, (0.5, 0.05, 3, 0.9), [0.719, 0.281, 0, 0, 0, 0]),
-        (PROBS, (1.0, 0, 0, 1.0), PROBS),
+        (PROBS, (1.0, 0, 9, 1.0), PROBS),
+        ([0.75, 0.0, 0.25], (0.5, 0, 0, 1.0), [0.9, 0, 0.1]),
         (PROBS, (2.0, 0, 0, 1.0), [0.277, 0.219, 0.17, 0.139, 0.107, 0.088]),
         (PROBS, (1.0, 0.2, 0, 1.0), [0.444, 0.278, 0.167, 0.111, 0, 0]),
         (PROBS, (0.5, 0.2, 0, 1.0), [0.719, 0.281, 0, 0, 0, 0]),
@@ -31,9 +32,11 @@ def check_1(answers) -> None:
         (mixed, (1.0, 0, 0, 0.7), [0, 0.312, 0, 0.5, 0, 0.188]),
         (mixed, (1.0, 0.2, 3, 1.0), [0, 0.312, 0, 0.5, 0, 0.188]),
     ):
-        said = [round(float(p), 3) for p in unchanged(answers.filtered, probs, *options)]
+        given = [*map(float, unchanged(answers.filtered, probs, *options))]
+        said = [round(p, 3) for p in given]
         close = len(said) == len(wanted) and all(abs(a - b) < 2e-3 for a, b in zip(said, wanted))
         names = ", ".join(map(str, options))
+        expect(abs(sum(given) - 1) < 1e-9, f"filtered({probs}, {names}) has the sum {sum(given)}")
         expect(close, f"filtered({probs}, {names}) is {said}, and should be {wanted}")
 
 

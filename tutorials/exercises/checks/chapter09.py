@@ -17,6 +17,7 @@ SCRIPTS = {  # what is said to each prompt
     "four": "\n\nUser\nUser:",
     "five": "short and no END",
 }
+PROMPTS = [*SCRIPTS, "two"]  # two are equal
 NUM_TOKENS = 14
 
 
@@ -138,14 +139,13 @@ def num_changes(safe: list[str]) -> int:
 
 def check_3(answers) -> None:
     params = SamplingParams(stop=STOPS, max_tokens=NUM_TOKENS)
-    prompts = [*SCRIPTS]
-    wanted = [safe_texts(new_engine(), prompt, params) for prompt in prompts]
+    wanted = [safe_texts(new_engine(), prompt, params) for prompt in PROMPTS]
     llm = new_engine()
     llm.add_request("somebody else's", SamplingParams(max_tokens=100))
-    texts = [""] * len(prompts)
+    texts = [""] * len(PROMPTS)
     snapshots: list[list[str]] = []  # what has been yielded before each step's text
     llm.observers.append(lambda schedule, seconds: snapshots.append([*texts]))
-    for i, new in answers.stream_many(llm, prompts, params):
+    for i, new in answers.stream_many(llm, PROMPTS, params):
         texts[i] += new
         expect(len(snapshots) <= 200, "it still yields after 200 steps")
     num_steps = len(snapshots)
@@ -166,7 +166,7 @@ def check_leaving(answers, params: SamplingParams, num_pieces: int) -> None:
     """A reader that leaves after so many pieces, while another reader's request goes on."""
     llm = new_engine()
     llm.add_request("somebody else's", SamplingParams(max_tokens=100), "other")
-    stream = answers.stream_many(llm, [*SCRIPTS], params)
+    stream = answers.stream_many(llm, PROMPTS, params)
     for _ in range(num_pieces):
         next(stream)
     stream.close()

@@ -189,7 +189,7 @@ class Wires:
 
 
 def check_3(answers) -> None:
-    cases = (1, 8), (2, 8), (3, 9), (4, 240), (3, 10), (4, 6), (5, 12), (8, 3), (7, 1)
+    cases = (1, 8), (2, 8), (3, 9), (4, 240), (3, 10), (4, 6), (5, 12), (11, 3), (7, 1)
     for num_ranks, length in cases:
         judge_ring(answers.ring, num_ranks, length)
 

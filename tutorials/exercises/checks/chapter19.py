@@ -40,7 +40,7 @@ def seconds_on_two(router_cls: type[Router]) -> float:
 def check_1(answers) -> None:
     router, faster, near = (
         type("Fourfold", (answers.Weighted,), {"speeds": speeds})(16, 100)
-        for speeds in ({0: 2.0, 1: 1.0}, {"a": 4.0, "b": 1.0, "c": 2.0}, {"a": 1.01, "b": 1.0})
+        for speeds in ({0: 2.0, 1: 1.0}, {"a": 4.0, "b": 1.0, "c": 1.5}, {"a": 1.01, "b": 1.0})
     )
     cases = [
         (router, {0: 0, 1: 0}, 0),
@@ -51,7 +51,7 @@ def check_1(answers) -> None:
         (router, {0: 6, 1: 2}, 1),
         (router, {1: 3}, 1),
         (faster, {"a": 3, "b": 0, "c": 1}, "a"),
-        (faster, {"b": 0, "c": 2, "a": 5}, "b"),
+        (faster, {"b": 1, "c": 3, "a": 9}, "b"),
         (near, {"a": 99, "b": 98}, "b"),
         (near, {"a": 98, "b": 98}, "a"),
     ]
@@ -73,11 +73,12 @@ class Table(PrefixAffinity):
         return self.block_size * cache.num_found(self.prefixes(request)) if cache else 0
 
 
-def conversations(num_blocks: int, router_cls: type[Router]) -> Run:
+def conversations(num_blocks: int, router_cls: type[Router], block_size: int = 16) -> Run:
     """Thirty of them on four replicas, each with this number of blocks."""
     lengths = lognormal(150, 40, 0.8)
     talks = multi_turn(poisson(6), lengths, 30, turns=6, think=4, max_model_len=2048)
-    config = Config(model="qwen3-8b", num_blocks=num_blocks, max_model_len=2048)
+    sizes = dict(num_blocks=num_blocks, block_size=block_size, max_model_len=2048)
+    config = Config(model="qwen3-8b", **sizes)
     return simulate(talks, config, replicas=4, router_cls=router_cls)
 
 
@@ -98,9 +99,9 @@ def check_2(answers) -> None:
             self.table.caches[chosen].add(self.prefixes(request))
             return chosen
 
-    for num_blocks in (4000, 150):
-        run = conversations(num_blocks, Kept)
-        usual = conversations(num_blocks, PrefixAffinity)
+    for num_blocks, block_size in ((4000, 16), (150, 32)):
+        run = conversations(num_blocks, Kept, block_size)
+        usual = conversations(num_blocks, PrefixAffinity, block_size)
         same = [one.replica for one in run.requests] == [one.replica for one in usual.requests]
         expect(same, f"{num_blocks} blocks: it chooses others than PrefixAffinity")
         for i in range(len(run.requests)):

@@ -30,9 +30,11 @@ def check_1(answers) -> None:
         "an outlier": ([-0.18, 0.09, 2.40, -0.27], 4),
         "all above 0": ([3.0, 3.5, 4.0, 4.5], 4),
         "all below 0": ([-3.0, -7.0, -5.5], 4),
-        "2 bits": ([-1.0, 0.2, 0.9, 1.1], 2),
+        "2 bits, small numbers": ([-1e-4, 2e-5, 9e-5, 11e-5], 2),
         "8 bits": ([rng.gauss(0, 1) for _ in range(64)], 8),
         "3.5 scales on each side, which round to 4": ([-0.5, 0.5, 0.1], 3),
+        "halves, the zero is 3": ([-3.0, 4.0, 0.5, 1.5], 3),
+        "2.5 scales below 0, which round to 2": ([-2.5, 4.5, 1.0], 3),
     }
     for case, (numbers, bits) in cases.items():
         codes, scale, zero = unchanged(answers.quantized, numbers, bits)
@@ -64,7 +66,7 @@ def check_2(answers) -> None:
             8.25,
             *machine,
         ),
-        "one sequence fits": (1000, 8, 100, 16, 16, 4000, 1e6, 1e9),
+        "one sequence fits": (1000, 8, 100, 16, 16, 3600, 1e6, 1e9),
         "no sequence fits": (1000, 8, 100, 16, 16, 3500, 1e6, 1e9),
         "no room for the weights": (1000, 8, 100, 16, 16, 1500, 1e6, 1e9),
     }

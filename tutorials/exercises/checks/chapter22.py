@@ -15,7 +15,7 @@ def check_1(answers) -> None:
         "two draft tokens, both right": ([3], [[5, 6]], [5, 6, 7], [0, 1, 2], [[5, 6, 7]]),
         "two draft tokens, the second is wrong": ([3], [[5, 9]], [5, 6, 7], [0, 1, 2], [[5, 6]]),
         "two draft tokens, the first is wrong": ([3], [[9, 6]], [5, 6, 7], [0, 1, 2], [[5]]),
-        "a draft of 3, all right": ([4], [[5, 6, 7]], [5, 6, 7, 8], [0, 1, 2, 3], [[5, 6, 7, 8]]),
+        "all 4 right": ([5], [[5, 6, 7, 8]], [5, 6, 7, 8, 9], [*range(5)], [[5, 6, 7, 8, 9]]),
         "a wrong one behind the same token": ([3], [[5, 9]], [5, 5, 1], [0, 1, 2], [[5, 5]]),
         "a right one, token 0": ([2], [[0]], [0, 4], [0, 1], [[0, 4]]),
         "a prompt of 4 tokens, then a sequence with one draft token": (
@@ -74,8 +74,8 @@ def check_drafts_with_the_model(answers) -> None:
 
 def check_2(answers) -> None:
     cases = [(0.8, n, 1.0, 0.01, 8) for n in (1, 8, 64, 512)]
-    cases += [(0.0, 1, 1.0, 0.01, 4), (1.0, 4, 1.0, 0.01, 16), (1.0, 4, 0.0, 1.0, 5)]
-    cases += [(0.5, 2, 1.0, 0.2, 0), (0.3, 1, 5.0, 0.5, 6)]
+    cases += [(0.0, 1, 1.0, 0.01, 4), (1.0, 4, 1.0, 0.01, 40), (1.0, 4, 0.0, 1.0, 5)]
+    cases += [(0.5, 2, 1.0, 0.2, 0), (0.3, 1, 5000.0, 500.0, 6)]
     for right, num_seqs, fixed, per_row, most in cases:
         speeds = []
         for k in range(most + 1):
