@@ -119,6 +119,14 @@ def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
         [("0", 1), ("1", 3), ("2", 2)],
         [("0", 1), ("1", 1), ("2", 1)],
     ]
+    none_left = {
+        "step_budget": lambda self: (16, self.left),
+        "running_order": lambda self, r: -r.arrival,
+    }
+    scheduler, runner = playing(none_left | {"left": 5}, [2, 9])
+    assert step(scheduler, runner) == [("0", 2), ("1", 3)]
+    scheduler.left = 0
+    assert step(scheduler, runner) == [("0", 1)]  # it is behind one that gets no token
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,12 @@ def test_victim(methods, victim):
     while not scheduler.num_preemptions:
         step(scheduler, runner)
     assert names(scheduler.waiting) == [victim]
+    scheduler, runner = new_scheduler(num_blocks=7), FakeRunner(4)
+    for i, (prompt, length, n) in enumerate([(7, 5, 3), (3, 9, 1), (3, 9, 1)]):
+        scheduler.add(new_request(i, [i] * prompt, length, n))
+    while not scheduler.num_preemptions:
+        plan = step(scheduler, runner)
+    assert plan == [("0", 1)] * 3 and names(scheduler.waiting) == ["1", "2"]  # it needed two
 
 
 def test_should_swap():
