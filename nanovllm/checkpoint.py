@@ -36,7 +36,8 @@ def get_tensor(tensors: Any, name: str) -> Tensor:
 
 def load_into(target: Tensor, tensor: Tensor, name: str, file: Path) -> None:
     """Copies the tensor to its place, in the target's dtype. Raises ValueError if the tensor has
-    fewer than 16 bits, or integers, or if the shapes differ: "{file}: {name} has shape [7], but
+    fewer than 16 bits, or integers: "{file}: {name} has dtype torch.int8: use the model's
+    unquantized checkpoint". Then, if the shapes differ: "{file}: {name} has shape [7], but
     config.json requires [48]"."""
     if tensor.itemsize < 2 or not tensor.is_floating_point():
         raise ValueError(

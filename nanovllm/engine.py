@@ -198,7 +198,8 @@ class LLM:
         priority: int | list[int] = 0,
     ) -> list[RequestOutput]:
         """Answers all prompts; the outputs are in the same order. `sampling_params` is one for all
-        prompts, or a list with one for each. So is `priority`: the smallest is served first.
+        prompts, or a list with one for each. So is `priority`: the smallest is served first. Raises
+        ValueError for a list of another length: "2 prompts, but 1 priorities".
 
         If the engine fails on a request, its exception is raised after the other requests have
         ended.
@@ -319,9 +320,9 @@ class LLM:
         request: see Inbox.settle.
 
         Without an id of its own, the request gets its arrival number, or the next one that is free.
-        Without a seed, it gets (config.seed + arrival * SEED_STEP) % 2**63. Raises RuntimeError if
-        the engine is closed, and a `refusal` of request_id: "a request with this id is still in
-        use".
+        Without a seed, it gets (config.seed + arrival * SEED_STEP) % 2**63. It arrives by the
+        scheduler's clock. Raises RuntimeError, "this LLM is closed", and a `refusal` of request_id,
+        "a request with this id is still in use": until its output has been reported.
         """
         with self.turns.take():
             if self.is_closed:
@@ -390,7 +391,7 @@ class LLM:
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.
         Sequences that end by their text are finished. If no request is left, the step that is in
-        flight is dropped."""
+        flight is dropped, and its tokens are counted as wasted."""
         news: dict[RequestState, None] = {}  # an ordered set
         for seq in schedule.sampled:
             state = self.states.unfinished[seq.request.request_id]

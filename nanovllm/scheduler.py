@@ -139,9 +139,9 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Plans a step. Every item of the plan has its blocks.
 
-        In this order: `step_budget`, `make_room`, running requests, waiting requests (not if a
-        running request was preempted for another one), draft tokens if there is a proposer; then
-        the moves, and the number of used blocks. Blocks that are swapped out are counted.
+        In this order: `step_budget`, `make_room`, running requests, waiting requests (not if
+        `schedule_running` has preempted one), draft tokens if there is a proposer; then the moves,
+        and the number of used blocks. `num_swapped_blocks` counts blocks that are swapped out.
         """
         schedule = Schedule(*self.step_budget())
         self.make_room(schedule)

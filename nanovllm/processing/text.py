@@ -38,7 +38,8 @@ class Text:
 
     def add(self, token_id: int) -> bool:
         """Appends a token's text. Returns True if it completes a stop string, which ends the text:
-        the one that begins first. The token counts for `min_tokens`."""
+        the one that begins first. A stop string counts only if a token
+        behind the first `min_tokens` completes it."""
         self.token_ids.append(token_id)
         return self._take()
 

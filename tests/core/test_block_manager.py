@@ -86,6 +86,7 @@ def test_no_part_of_a_block_is_copied_before_the_step_that_writes_it():
     parent.num_computed_tokens = 8  # as if another request had found them in the same step
     manager.fork(parent, early, 5)
     assert early.num_computed_tokens == 4 and len(early.block_table) == 1
+    assert early.block_table[0] in manager.unwritten  # a full block is shared all the same
     manager.unwritten.clear()
     manager.cache_full_blocks(parent, 12)  # the next step writes the third block
     manager.fork(parent, late, 5)

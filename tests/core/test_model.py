@@ -200,7 +200,10 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
 
 @pytest.mark.parametrize(
     "name, found, expected",
-    [("model.norm", [7], [48]), ("model.layers.0.mlp.down_proj", [72, 48], [48, 72])],
+    [
+        ("model.norm", [7], [48]),
+        *(("model.layers.0.mlp.down_proj", found, [48, 72]) for found in ([72, 48], [48, 1])),
+    ],
 )
 def test_a_tensor_of_the_wrong_shape_is_named(name, found, expected, tmp_path):
     save(new_model(), tmp_path)
@@ -298,13 +301,17 @@ def test_the_layers_of_pytorch_keep_what_ops_says():
     """The sum is in place of the residual, and a rotation of 16-bit numbers is rounded once."""
     x = torch.randn(3, 8).bfloat16()
     residual = x.clone()
-    total, _ = torch_ops.add_and_norm(residual, x, torch.nn.RMSNorm(8, 1e-6).bfloat16())
-    assert total is residual and torch.equal(total, x + x)
+    norm = torch.nn.RMSNorm(8, 0.5)
+    total, normed = torch_ops.add_and_norm(residual, x, norm.bfloat16())
+    assert total is residual and torch.equal(total, x + x) and torch.equal(normed, norm(total))
     qkv, angles = torch.randn(3, 3, 8).bfloat16(), torch.randn(3, 4)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     q, *_ = torch_ops.norm_and_rotate(qkv.clone(), None, None, cos_sin, [1, 1, 1])
     exact, *_ = torch_ops.norm_and_rotate(qkv.float(), None, None, cos_sin, [1, 1, 1])
     assert torch.equal(q, exact.bfloat16())
+    q, *_ = torch_ops.norm_and_rotate(qkv.float(), norm, norm, cos_sin, [1, 1, 1])
+    exact, *_ = torch_ops.norm_and_rotate(norm(qkv).float(), None, None, cos_sin, [1, 1, 1])
+    torch.testing.assert_close(q, exact, atol=0.02, rtol=0.02)  # normed in bfloat16
 
 
 def test_rope_settings_of_both_generations_of_transformers():

@@ -23,7 +23,7 @@ from tutorials.building.holes import function_at
 from tutorials.building.milestones import title_of
 
 ROOT = Path(__file__).parents[2]
-LONGEST = 240  # characters of a value in a sentence
+LONGEST = 360  # characters of a value in a sentence
 LIMIT = 60  # seconds of a test
 QUIET = ["-c", f"{ROOT / 'pyproject.toml'}", "--rootdir", f"{ROOT}"]
 QUIET += ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]  # which collects garbage
