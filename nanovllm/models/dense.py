@@ -31,15 +31,12 @@ def check_supported(config) -> None:
     window = getattr(config, "sliding_window", None)
     refused = {
         # transformers makes another type of some configs
-        "model_type": config.model_type not in MODEL_TYPES,
+        "model_type": config.model_type not in MODEL_TYPES + HYBRID_TYPES,
         "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window is not None and "sliding_attention" in kinds,
     }
-    found = []
-    for name, is_refused in refused.items():
-        if is_refused:
-            found.append(f"{name}={getattr(config, name)!r}")
+    found = [f"{name}={getattr(config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
         here = "here the activation is silu, and each layer attends to its whole context"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
@@ -67,8 +64,7 @@ class Attention(nn.Module):
         qkv_bias = o_bias = getattr(config, "attention_bias", False)
         if config.model_type == "qwen2":
             qkv_bias, o_bias = True, False
-        self.q_norm = None
-        self.k_norm = None
+        self.q_norm = self.k_norm = None
         if config.model_type.startswith("qwen3"):
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)

@@ -101,8 +101,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(num_values, config.hidden_size)
         self.ops = ops
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
+        rows = batch.rows
         qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split(self.sizes, 1)
         b, a = self.in_proj_ba(x).float().chunk(2, 1)
