@@ -16,7 +16,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")  # topics/hybrid
 
 
 def has_states(config) -> bool:

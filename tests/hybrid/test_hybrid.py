@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 from backends import PROBLEM
-from checkpoints import HYBRID, SHAPE, new_model, save
+from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
@@ -63,6 +63,9 @@ def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> N
 # --- numbers ---
 
 
+FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text"]
+
+
 def random_overrides(rng: random.Random) -> dict:
     kv_heads = rng.choice([1, 2, 3])
     key_heads = rng.choice([1, 2, 3])
@@ -83,6 +86,10 @@ def random_overrides(rng: random.Random) -> dict:
         linear_key_head_dim=rng.choice([4, 8, 20, 32]),
         linear_value_head_dim=rng.choice([4, 12, 16, 40]),
         linear_conv_kernel_dim=rng.choice([2, 4, 4, 5]),
+        num_experts=rng.choice([4, 5, 8]),
+        num_experts_per_tok=rng.randint(1, 4),
+        moe_intermediate_size=rng.choice([8, 24]),
+        shared_expert_intermediate_size=rng.choice([8, 40]),
         attention_bias=rng.random() < 0.2,
         tie_word_embeddings=rng.random() < 0.5,
         rope_parameters={
@@ -96,11 +103,12 @@ def random_overrides(rng: random.Random) -> dict:
 
 
 @pytest.mark.slow(but_every=20)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(100))
-def test_random_configurations_equal_transformers(seed, tmp_path):
+def test_random_configurations_equal_transformers(seed, family, tmp_path):
     """Scarce memory, preemption, chunks of 1 to 64 tokens, several samples, and company."""
     rng = random.Random(seed)
-    reference = new_model("qwen3_5_text", seed, **random_overrides(rng))
+    reference = new_model(family, seed, **random_overrides(rng))
     backend = rng.choice(["torch", "numba"])
     block_size = rng.choice([4, 8, 16])
     llm = LLM(
@@ -180,10 +188,13 @@ def test_groups_that_do_not_divide_the_values(tmp_path):
         LLM(path, **OPTIONS, quantization="int4")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_weights_in_few_bits(bits, tmp_path):
+def test_weights_in_few_bits(bits, family, tmp_path):
+    """Of experts, each token has all: a rounded row could choose other ones."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}
-    reference = new_model("qwen3_5_text", **sizes)
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    reference = new_model(family, **sizes, **experts, num_experts_per_tok=8)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(0.5)
@@ -197,26 +208,28 @@ def test_weights_in_few_bits(bits, tmp_path):
 # --- files ---
 
 
-def add_vision(text: str, path) -> None:
+def add_vision(reference, path) -> None:
     """The same weights as a checkpoint with a vision model and with mtp."""
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
-    config = Qwen3_5Config(
-        text_config=SHAPE | HYBRID, vision_config=vision, image_token_id=1, video_token_id=2,
-        vision_start_token_id=3, vision_end_token_id=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3_5ForConditionalGeneration(config).save_pretrained(path)
+    tokens = dict(
+        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4
+    )
+    family = reference.config.model_type.removesuffix("_text")
+    text = reference.config.to_dict()
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **tokens)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.model.language_model.load_state_dict(reference.model.state_dict())
+    whole.lm_head.load_state_dict(reference.lm_head.state_dict())
+    save(whole, path, save_original_format=False)  # of all experts, one tensor
     tensors = load_file(path / "model.safetensors")
-    for name, tensor in load_file(f"{text}/model.safetensors").items():
-        long = name.replace("model.", "model.language_model.", 1)
-        assert tensors[long].shape == tensor.shape
-        tensors[long] = tensor
     tensors["mtp.fc.weight"] = torch.zeros(3)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
-    reference, path = model
-    add_vision(path, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_with_vision_and_mtp(family, tmp_path, caplog):
+    reference = new_model(family)
+    add_vision(reference, tmp_path)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(tmp_path), **OPTIONS)
     (line,) = [message for message in caplog.messages if "are not loaded" in message]

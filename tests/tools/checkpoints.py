@@ -12,6 +12,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -50,6 +52,7 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
     own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
     own["qwen3_5_text"] = HYBRID
+    own["qwen3_5_moe_text"] = HYBRID | EXPERTS | {"shared_expert_intermediate_size": 40}
     settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -58,14 +61,15 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+        "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_cls(config_cls(**settings)).eval()
-    if family == "qwen3_moe" and hasattr(model, "set_experts_implementation"):
+    if "moe" in family and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others need operations that ttsem lacks
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if family == "qwen3_5_text" and ("norm" in name or parameter.dim() == 1):
+            if "qwen3_5" in family and ("norm" in name or parameter.dim() == 1):
                 parameter.uniform_(-0.5, 0.5)  # of 1 + weight, and of decays
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)

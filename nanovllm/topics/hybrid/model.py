@@ -2,7 +2,8 @@
 
 Beside the layers, five things differ from Qwen3. Norms multiply by 1 + weight. A half of q_proj is
 a gate for what attention gives. Only a part of each head is rotated. The fields lie in
-`text_config`. The tensors have another prefix (checkpoint.py).
+`text_config`. The tensors have another prefix (checkpoint.py). In Qwen3.5-MoE, each layer has
+experts, and one more MLP for all tokens.
 """
 
 from typing import Any
@@ -15,7 +16,8 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_settings, rope_table
-from nanovllm.models.dense import Attention, DenseModel, check_supported, head_dim_of
+from nanovllm.models.dense import MLP, Attention, DenseModel, check_supported, head_dim_of
+from nanovllm.models.experts import OneByOne, SparseMLP, check_experts
 from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
 
 KINDS = ["full_attention", "linear_attention"]  # of layers
@@ -29,6 +31,11 @@ def text_config(config) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             setattr(text, name, value)
+    if "moe" in text.model_type:
+        text.norm_topk_prob = True
+        text.decoder_sparse_step = 1
+        text.intermediate_size = text.shared_expert_intermediate_size
+        check_experts(text)
     check_supported(text)
     kinds = sorted(set(text.layer_types))
     if kinds != KINDS:
@@ -109,9 +116,25 @@ class GatedAttention(Attention):
         return self.o_proj(gated.flatten(1))
 
 
+class SharedMLP(SparseMLP):
+    """Experts, and one that all tokens share, with a gate."""
+
+    def __init__(self, config, ops: Ops):
+        super().__init__(config, ops)
+        self.shared_expert = MLP(config, ops)
+        self.shared_expert_gate = Linear(config.hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.shared_expert_gate(x).sigmoid()
+        shared = self.shared_expert(x)
+        return super().forward(x) + gate * shared
+
+
 class HybridModel(DenseModel):
     """DenseModel, in which other layers replace attention. `states` is a StateCache, which sets
     itself."""
+
+    view = staticmethod(OneByOne)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__(config, rope, ops)
@@ -126,6 +149,8 @@ class HybridModel(DenseModel):
                 layer.linear_attn = GatedDeltaNet(config, ops)
                 # as the layer calls it, but without parameters of this name
                 vars(layer)["self_attn"] = layer.linear_attn
+            if "moe" in config.model_type:
+                layer.mlp = SharedMLP(config, ops)
 
     def to(self, dtype: torch.dtype) -> "HybridModel":  # type: ignore[override]
         """Norms, convolutions and decays stay in fp32: they are few numbers, and 1 + weight would
