@@ -64,6 +64,8 @@ def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> N
 
 
 FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 def random_overrides(rng: random.Random) -> dict:
@@ -93,7 +95,7 @@ def random_overrides(rng: random.Random) -> dict:
         attention_bias=rng.random() < 0.2,
         tie_word_embeddings=rng.random() < 0.5,
         rope_parameters={
-            "rope_type": "default",
+            **rng.choice([{"rope_type": "default"}, YARN, LINEAR]),
             "rope_theta": rng.choice([1e4, 1e7]),
             "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
             "mrope_section": [1, 1, 0],
@@ -171,15 +173,19 @@ def test_a_wrong_kernel_is_found_before_the_first_request(model, monkeypatch):
         LLM(model[1], **options)
 
 
-def test_bfloat16_is_close(model):
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize(
+    "options, tolerance", [({"dtype": "bfloat16"}, 0.7), ({"kv_cache_dtype": "int8"}, 0.03)]
+)
+def test_rounded_numbers_are_close(options, tolerance, backend, model):
     reference, path = model
     prompts = prompts_of(random.Random(6), 3)
-    for backend in ("torch", "numba"):
-        llm = LLM(path, **OPTIONS | {"dtype": "bfloat16", "attention_backend": backend})
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-        for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-            check_answer(reference, prompt, output, tolerance=0.7)
+    llm = LLM(path, **OPTIONS | options, attention_backend=backend, max_num_batched_tokens=16)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
+        check_answer(reference, prompt, output, tolerance)
     assert llm.runner.model.model.norm.weight.dtype == torch.float32
+    assert llm.runner.kv_cache.tensor.dtype in (torch.bfloat16, torch.int8)
 
 
 def test_groups_that_do_not_divide_the_values(tmp_path):
@@ -245,6 +251,10 @@ def test_a_checkpoint_with_vision_and_mtp(family, tmp_path, caplog):
         (
             {"model_type": "qwen3_next"},
             r"model_type='qwen3_next' \(linear_attention layers\) is not supported, only",
+        ),
+        (
+            {"model_type": "nemotron_h", "ssm_state_size": 128},
+            r"model_type='nemotron_h' \(states \(Mamba\), linear_attention layers\) is not",
         ),
         (
             {"layer_types": ["linear_attention"] * 4},
