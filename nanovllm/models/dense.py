@@ -64,7 +64,8 @@ class Attention(nn.Module):
         qkv_bias = o_bias = getattr(config, "attention_bias", False)
         if config.model_type == "qwen2":
             qkv_bias, o_bias = True, False
-        self.q_norm = self.k_norm = None
+        self.q_norm = None
+        self.k_norm = None
         if config.model_type.startswith("qwen3"):
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)

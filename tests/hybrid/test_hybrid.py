@@ -6,6 +6,7 @@ Run: pytest tests/hybrid/test_hybrid.py [-k random]
 import json
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nanovllm.topics.hybrid.states import StateBlocks
 
 OPTIONS = dict(dtype="float32", num_blocks=100, block_size=8, max_num_seqs=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,13 @@ def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> N
         known = (output.prompt_logprobs or [])[1:]
         for i, found in enumerate(known):
             assert abs(found[prompt[i + 1]] - expected[i, prompt[i + 1]]) < tolerance
+
+
+def check_answers(reference, llm, prompts, params=GREEDY, **rest) -> list:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_answer(reference, prompt, output, **rest)
+    return outputs
 
 
 # --- numbers ---
@@ -126,18 +135,15 @@ def test_random_configurations_equal_transformers(seed, family, tmp_path):
     )
     prompts = prompts_of(rng, 8, 60)
     params = [
-        SamplingParams(
-            temperature=0,
+        replace(
+            GREEDY,
             max_tokens=rng.randint(1, 15),
-            ignore_eos=True,
-            logprobs=0,
             n=rng.choice([1, 1, 2]),
             prompt_logprobs=rng.choice([None, 0]),
         )
         for _ in prompts
     ]
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts, params)
     check_slots(llm)
     assert len(llm.block_manager.free_slots) == llm.limits.max_num_seqs
 
@@ -154,9 +160,7 @@ def test_a_row_in_company_is_the_same_as_alone(backend, model):
     few = backend == "triton"  # the interpreter is slow
     prompts = prompts_of(random.Random(5), 2 if few else 5, 8 if few else 30)
     params = SamplingParams(temperature=0, max_tokens=4 if few else 12, logprobs=0)
-    together = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(prompts, together):
-        check_answer(reference, prompt, output)
+    for prompt, output in zip(prompts, check_answers(reference, llm, prompts, params)):
         (alone,) = llm.generate([prompt], params, use_tqdm=False)
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
 
@@ -181,9 +185,7 @@ def test_rounded_numbers_are_close(options, tolerance, backend, model):
     reference, path = model
     prompts = prompts_of(random.Random(6), 3)
     llm = LLM(path, **OPTIONS | options, attention_backend=backend, max_num_batched_tokens=16)
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output, tolerance)
+    check_answers(reference, llm, prompts, SCORED, tolerance=tolerance)
     assert llm.runner.model.model.norm.weight.dtype == torch.float32
     assert llm.runner.kv_cache.tensor.dtype in (torch.bfloat16, torch.int8)
 
@@ -206,9 +208,7 @@ def test_weights_in_few_bits(bits, family, tmp_path):
             parameter.mul_(0.5)
     llm = LLM(save(reference, tmp_path), **OPTIONS, quantization=bits)
     prompts = prompts_of(random.Random(7), 3)
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output, tolerance={"int8": 0.2, "int4": 2.0}[bits])
+    check_answers(reference, llm, prompts, SCORED, tolerance={"int8": 0.2, "int4": 2.0}[bits])
 
 
 # --- files ---
@@ -241,8 +241,7 @@ def test_a_checkpoint_with_vision_and_mtp(family, tmp_path, caplog):
     (line,) = [message for message in caplog.messages if "are not loaded" in message]
     assert line.endswith("tensors of model.visual and mtp are not loaded: only text goes in")
     prompts = prompts_of(random.Random(8), 3)
-    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +284,11 @@ def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
     reference, path = model
     sizes = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = LLM(path, **OPTIONS | sizes, overlap=overlap)
-    slots = [layer.linear_attn.states for layer in llm.runner.model.model.layers[:3]]
-    for states in slots:
-        states.fill_(torch.nan)
+    llm.runner.model.states.states.fill_(torch.nan)
     prompts = prompts_of(random.Random(9), 12, 40)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
+    params = replace(GREEDY, max_tokens=30)
     llm.observers.append(lambda *_: check_slots(llm) if not overlap else None)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts, params)
     assert llm.scheduler.num_preemptions > 0
     assert len(llm.block_manager.free_slots) == 3
 
@@ -305,8 +301,7 @@ def test_a_prompt_again_computes_all_its_tokens(model, caplog):
     assert sum("Prefix caching is off" in message for message in caplog.messages) == 1
     prompt = prompts_of(random.Random(10), 1)[0] + [7] * 20
     for longer in ([], [], [3, 1, 4]):
-        (output,) = llm.generate([prompt + longer], GREEDY, use_tqdm=False)
-        check_answer(reference, prompt + longer, output)
+        check_answers(reference, llm, [prompt + longer])
     assert llm.scheduler.num_cached_tokens == 0
 
 
@@ -323,12 +318,11 @@ def test_samples_copy_the_state_of_their_prompt(num_blocks, model):
     copies: list = []
     copy = llm.runner.model.states.copy
     llm.runner.model.states.copy = lambda pairs: (copies.extend(pairs), copy(pairs))
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = check_answers(reference, llm, prompts, params, is_greedy=False)
     assert len(copies) >= 2 * len(prompts)  # of three owners, the last one copies nothing
     assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 10)
-    for prompt, output in zip(prompts, outputs):
+    for output in outputs:
         assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-        check_answer(reference, prompt, output, is_greedy=False)
 
 
 @pytest.mark.parametrize("num_blocks", [100, 10])
@@ -437,6 +431,5 @@ def test_classes_of_a_student(model):
     sizes = {"num_blocks": 14, "scheduler_cls": LastFirst, "block_manager_cls": Mine}
     llm = LLM(path, **OPTIONS | sizes, max_num_batched_tokens=16)
     prompts = prompts_of(random.Random(14), 5, 40)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, n=2)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    params = replace(GREEDY, n=2)
+    check_answers(reference, llm, prompts, params)
