@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import PROBLEM
-from checkpoints import new_model, save
+from checkpoints import check_answer, check_answers, new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -45,28 +45,6 @@ def check_slots(llm: LLM) -> None:
     assert all(seq.state_slot for seq in seqs if seq.num_computed_tokens)
     tables = [[seq.state_slot] for seq in seqs if seq.state_slot]
     check_owners("slot", tables, manager.slot_owners, {0, *manager.free_slots})
-
-
-@torch.inference_mode()
-def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> None:
-    """Log-probabilities of all tokens, and greedy tokens up to ties."""
-    for answer in output.outputs:
-        token_ids = prompt + answer.token_ids
-        expected = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-        rows = expected[len(prompt) - 1 : -1]
-        for token_id, found, row in zip(answer.token_ids, answer.logprobs, rows):
-            assert abs(found[token_id] - row[token_id]) < tolerance
-            assert row[token_id] > row.max() - tolerance or not is_greedy
-        known = (output.prompt_logprobs or [])[1:]
-        for i, found in enumerate(known):
-            assert abs(found[prompt[i + 1]] - expected[i, prompt[i + 1]]) < tolerance
-
-
-def check_answers(reference, llm, prompts, params=GREEDY, **rest) -> list:
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        check_answer(reference, prompt, output, **rest)
-    return outputs
 
 
 # --- numbers ---
@@ -241,7 +219,7 @@ def test_a_checkpoint_with_vision_and_mtp(family, tmp_path, caplog):
     (line,) = [message for message in caplog.messages if "are not loaded" in message]
     assert line.endswith("tensors of model.visual and mtp are not loaded: only text goes in")
     prompts = prompts_of(random.Random(8), 3)
-    check_answers(reference, llm, prompts)
+    check_answers(reference, llm, prompts, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +279,7 @@ def test_a_prompt_again_computes_all_its_tokens(model, caplog):
     assert sum("Prefix caching is off" in message for message in caplog.messages) == 1
     prompt = prompts_of(random.Random(10), 1)[0] + [7] * 20
     for longer in ([], [], [3, 1, 4]):
-        check_answers(reference, llm, [prompt + longer])
+        check_answers(reference, llm, [prompt + longer], GREEDY)
     assert llm.scheduler.num_cached_tokens == 0
 
 
