@@ -24,13 +24,24 @@ SECONDS = 120.0  # that a part may take
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 1,
+    "full_attention_interval": 2,
     "vocab_size": 512,
+}
+QWEN3_5 = {  # in which Qwen3.5-0.8B differs from Qwen3-0.6B
+    "model_type": "qwen3_5_text",
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_value_heads": 16,
+    "vocab_size": 248320,
 }
 # of each family, a model and what is changed in it: an eighth of a model with experts is 10 GB
 OF_FAMILY: dict[str, tuple[str, dict]] = {
     "dense": ("qwen3-0.6b", {}),
     "moe": ("qwen3-30b-a3b", {"num_hidden_layers": 6}),
+    "hybrid": ("qwen3-0.6b", QWEN3_5),
 }
 TORCH = {"attention_backend": "torch", "enforce_eager": True}
 TRITON = {"attention_backend": "triton", "enforce_eager": True}
@@ -88,7 +99,8 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
     device = "cpu" if is_small else "cuda"
     copied = bytes_per_second(device, is_small)
     facts: dict = {"shape": name, "copy_gb_per_second": copied / 1e9}
-    shape |= SMALL if is_small else {}
+    layers = 2 if name == "hybrid" else 1  # one of each kind
+    shape |= SMALL | {"num_hidden_layers": layers} if is_small else {}
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, device)
         llm = LLM(folder, **options)
@@ -121,6 +133,9 @@ def speed_of(llm: Any, batch: int, copied: float, count: int, not_read: int = 0)
     weights = llm.runner.model.parameters()
     num_bytes = sum(weight.nbytes for weight in weights) - not_read
     num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
+    states = llm.runner.model.states
+    if states:  # each is read and written
+        num_bytes += 2 * batch * states.nbytes // (llm.limits.max_num_seqs + 1)
     return {
         "tokens_per_second": round(batch / seconds),
         "step_ms": 1e3 * seconds,

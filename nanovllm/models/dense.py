@@ -16,7 +16,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text")  # see topics/hybrid
+HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")  # topics/hybrid
 
 
 def has_states(config) -> bool:
@@ -31,15 +31,12 @@ def check_supported(config) -> None:
     window = getattr(config, "sliding_window", None)
     refused = {
         # transformers makes another type of some configs
-        "model_type": config.model_type not in MODEL_TYPES,
+        "model_type": config.model_type not in MODEL_TYPES + HYBRID_TYPES,
         "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window is not None and "sliding_attention" in kinds,
     }
-    found = []
-    for name, is_refused in refused.items():
-        if is_refused:
-            found.append(f"{name}={getattr(config, name)!r}")
+    found = [f"{name}={getattr(config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
         here = "here the activation is silu, and each layer attends to its whole context"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import backends, device_of, ops_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
@@ -64,6 +64,7 @@ def test_both_forms_equal_transformers(num_tokens):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(0, 99))
+@example([1, 49, 58], 46)  # decays whose sums are large
 def test_in_any_chunking_the_same(lengths, seed):
     whole = inputs(sum(lengths), seed)
     state = torch.zeros(HEADS, 8, 12)
@@ -73,8 +74,8 @@ def test_in_any_chunking_the_same(lengths, seed):
         form = one_by_one if len(chunk[0]) == 1 else in_chunks
         out, state = form(*chunk, state)
         parts.append(out)
-    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(state, last, atol=1e-6, rtol=1e-5)
 
 
 def rows_of(counts: list[int], starts: list[int], slots: list[int], width: int) -> delta.Rows:

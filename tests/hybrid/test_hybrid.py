@@ -6,13 +6,14 @@ Run: pytest tests/hybrid/test_hybrid.py [-k random]
 import json
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from backends import PROBLEM
-from checkpoints import HYBRID, SHAPE, new_model, save
+from checkpoints import check_answer, check_answers, new_model, save
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
@@ -22,6 +23,7 @@ from nanovllm.topics.hybrid.states import StateBlocks
 
 OPTIONS = dict(dtype="float32", num_blocks=100, block_size=8, max_num_seqs=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +47,12 @@ def check_slots(llm: LLM) -> None:
     check_owners("slot", tables, manager.slot_owners, {0, *manager.free_slots})
 
 
-@torch.inference_mode()
-def check_answer(reference, prompt, output, tolerance=2e-4, is_greedy=True) -> None:
-    """Log-probabilities of all tokens, and greedy tokens up to ties."""
-    for answer in output.outputs:
-        token_ids = prompt + answer.token_ids
-        expected = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
-        rows = expected[len(prompt) - 1 : -1]
-        for token_id, found, row in zip(answer.token_ids, answer.logprobs, rows):
-            assert abs(found[token_id] - row[token_id]) < tolerance
-            assert row[token_id] > row.max() - tolerance or not is_greedy
-        known = (output.prompt_logprobs or [])[1:]
-        for i, found in enumerate(known):
-            assert abs(found[prompt[i + 1]] - expected[i, prompt[i + 1]]) < tolerance
-
-
 # --- numbers ---
+
+
+FAMILIES = ["qwen3_5_text", "qwen3_5_moe_text"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
 def random_overrides(rng: random.Random) -> dict:
@@ -83,10 +75,14 @@ def random_overrides(rng: random.Random) -> dict:
         linear_key_head_dim=rng.choice([4, 8, 20, 32]),
         linear_value_head_dim=rng.choice([4, 12, 16, 40]),
         linear_conv_kernel_dim=rng.choice([2, 4, 4, 5]),
+        num_experts=rng.choice([4, 5, 8]),
+        num_experts_per_tok=rng.randint(1, 4),
+        moe_intermediate_size=rng.choice([8, 24]),
+        shared_expert_intermediate_size=rng.choice([8, 40]),
         attention_bias=rng.random() < 0.2,
         tie_word_embeddings=rng.random() < 0.5,
         rope_parameters={
-            "rope_type": "default",
+            **rng.choice([{"rope_type": "default"}, YARN, LINEAR]),
             "rope_theta": rng.choice([1e4, 1e7]),
             "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0]),
             "mrope_section": [1, 1, 0],
@@ -96,11 +92,12 @@ def random_overrides(rng: random.Random) -> dict:
 
 
 @pytest.mark.slow(but_every=20)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(100))
-def test_random_configurations_equal_transformers(seed, tmp_path):
+def test_random_configurations_equal_transformers(seed, family, tmp_path):
     """Scarce memory, preemption, chunks of 1 to 64 tokens, several samples, and company."""
     rng = random.Random(seed)
-    reference = new_model("qwen3_5_text", seed, **random_overrides(rng))
+    reference = new_model(family, seed, **random_overrides(rng))
     backend = rng.choice(["torch", "numba"])
     block_size = rng.choice([4, 8, 16])
     llm = LLM(
@@ -116,18 +113,15 @@ def test_random_configurations_equal_transformers(seed, tmp_path):
     )
     prompts = prompts_of(rng, 8, 60)
     params = [
-        SamplingParams(
-            temperature=0,
+        replace(
+            GREEDY,
             max_tokens=rng.randint(1, 15),
-            ignore_eos=True,
-            logprobs=0,
             n=rng.choice([1, 1, 2]),
             prompt_logprobs=rng.choice([None, 0]),
         )
         for _ in prompts
     ]
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts, params)
     check_slots(llm)
     assert len(llm.block_manager.free_slots) == llm.limits.max_num_seqs
 
@@ -144,9 +138,7 @@ def test_a_row_in_company_is_the_same_as_alone(backend, model):
     few = backend == "triton"  # the interpreter is slow
     prompts = prompts_of(random.Random(5), 2 if few else 5, 8 if few else 30)
     params = SamplingParams(temperature=0, max_tokens=4 if few else 12, logprobs=0)
-    together = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output in zip(prompts, together):
-        check_answer(reference, prompt, output)
+    for prompt, output in zip(prompts, check_answers(reference, llm, prompts, params)):
         (alone,) = llm.generate([prompt], params, use_tqdm=False)
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
 
@@ -163,15 +155,17 @@ def test_a_wrong_kernel_is_found_before_the_first_request(model, monkeypatch):
         LLM(model[1], **options)
 
 
-def test_bfloat16_is_close(model):
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize(
+    "options, tolerance", [({"dtype": "bfloat16"}, 0.7), ({"kv_cache_dtype": "int8"}, 0.03)]
+)
+def test_rounded_numbers_are_close(options, tolerance, backend, model):
     reference, path = model
     prompts = prompts_of(random.Random(6), 3)
-    for backend in ("torch", "numba"):
-        llm = LLM(path, **OPTIONS | {"dtype": "bfloat16", "attention_backend": backend})
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-        for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-            check_answer(reference, prompt, output, tolerance=0.7)
+    llm = LLM(path, **OPTIONS | options, attention_backend=backend, max_num_batched_tokens=16)
+    check_answers(reference, llm, prompts, SCORED, tolerance=tolerance)
     assert llm.runner.model.model.norm.weight.dtype == torch.float32
+    assert llm.runner.kv_cache.tensor.dtype in (torch.bfloat16, torch.int8)
 
 
 def test_groups_that_do_not_divide_the_values(tmp_path):
@@ -180,50 +174,52 @@ def test_groups_that_do_not_divide_the_values(tmp_path):
         LLM(path, **OPTIONS, quantization="int4")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_weights_in_few_bits(bits, tmp_path):
+def test_weights_in_few_bits(bits, family, tmp_path):
+    """Of experts, each token has all: a rounded row could choose other ones."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "linear_value_head_dim": 16}
-    reference = new_model("qwen3_5_text", **sizes)
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    reference = new_model(family, **sizes, **experts, num_experts_per_tok=8)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(0.5)
     llm = LLM(save(reference, tmp_path), **OPTIONS, quantization=bits)
     prompts = prompts_of(random.Random(7), 3)
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, logprobs=0)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output, tolerance={"int8": 0.2, "int4": 2.0}[bits])
+    check_answers(reference, llm, prompts, SCORED, tolerance={"int8": 0.2, "int4": 2.0}[bits])
 
 
 # --- files ---
 
 
-def add_vision(text: str, path) -> None:
+def add_vision(reference, path) -> None:
     """The same weights as a checkpoint with a vision model and with mtp."""
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
-    config = Qwen3_5Config(
-        text_config=SHAPE | HYBRID, vision_config=vision, image_token_id=1, video_token_id=2,
-        vision_start_token_id=3, vision_end_token_id=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    Qwen3_5ForConditionalGeneration(config).save_pretrained(path)
+    tokens = dict(
+        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4
+    )
+    family = reference.config.model_type.removesuffix("_text")
+    text = reference.config.to_dict()
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, **tokens)
+    whole = AutoModelForImageTextToText.from_config(config)
+    whole.model.language_model.load_state_dict(reference.model.state_dict())
+    whole.lm_head.load_state_dict(reference.lm_head.state_dict())
+    save(whole, path, save_original_format=False)  # of all experts, one tensor
     tensors = load_file(path / "model.safetensors")
-    for name, tensor in load_file(f"{text}/model.safetensors").items():
-        long = name.replace("model.", "model.language_model.", 1)
-        assert tensors[long].shape == tensor.shape
-        tensors[long] = tensor
     tensors["mtp.fc.weight"] = torch.zeros(3)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
-    reference, path = model
-    add_vision(path, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_with_vision_and_mtp(family, tmp_path, caplog):
+    reference = new_model(family)
+    add_vision(reference, tmp_path)
     with caplog.at_level(logging.INFO):
         llm = LLM(str(tmp_path), **OPTIONS)
     (line,) = [message for message in caplog.messages if "are not loaded" in message]
     assert line.endswith("tensors of model.visual and mtp are not loaded: only text goes in")
     prompts = prompts_of(random.Random(8), 3)
-    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +230,10 @@ def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
             r"model_type='qwen3_next' \(linear_attention layers\) is not supported, only",
         ),
         (
+            {"model_type": "nemotron_h", "ssm_state_size": 128},
+            r"model_type='nemotron_h' \(states \(Mamba\), linear_attention layers\) is not",
+        ),
+        (
             {"layer_types": ["linear_attention"] * 4},
             "must be full_attention and linear_attention, both",
         ),
@@ -241,7 +241,7 @@ def test_a_checkpoint_with_vision_and_mtp(model, tmp_path, caplog):
             {"layer_types": ["linear_attention", "sliding_attention", *["full_attention"] * 2]},
             "'sliding_attention'",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only silu"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads=3 does not divide 4 value heads"),
     ],
 )
@@ -262,14 +262,11 @@ def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
     reference, path = model
     sizes = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = LLM(path, **OPTIONS | sizes, overlap=overlap)
-    slots = [layer.linear_attn.states for layer in llm.runner.model.model.layers[:3]]
-    for states in slots:
-        states.fill_(torch.nan)
+    llm.runner.model.states.states.fill_(torch.nan)
     prompts = prompts_of(random.Random(9), 12, 40)
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0)
+    params = replace(GREEDY, max_tokens=30)
     llm.observers.append(lambda *_: check_slots(llm) if not overlap else None)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    check_answers(reference, llm, prompts, params)
     assert llm.scheduler.num_preemptions > 0
     assert len(llm.block_manager.free_slots) == 3
 
@@ -282,8 +279,7 @@ def test_a_prompt_again_computes_all_its_tokens(model, caplog):
     assert sum("Prefix caching is off" in message for message in caplog.messages) == 1
     prompt = prompts_of(random.Random(10), 1)[0] + [7] * 20
     for longer in ([], [], [3, 1, 4]):
-        (output,) = llm.generate([prompt + longer], GREEDY, use_tqdm=False)
-        check_answer(reference, prompt + longer, output)
+        check_answers(reference, llm, [prompt + longer], GREEDY)
     assert llm.scheduler.num_cached_tokens == 0
 
 
@@ -300,12 +296,11 @@ def test_samples_copy_the_state_of_their_prompt(num_blocks, model):
     copies: list = []
     copy = llm.runner.model.states.copy
     llm.runner.model.states.copy = lambda pairs: (copies.extend(pairs), copy(pairs))
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = check_answers(reference, llm, prompts, params, is_greedy=False)
     assert len(copies) >= 2 * len(prompts)  # of three owners, the last one copies nothing
     assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 10)
-    for prompt, output in zip(prompts, outputs):
+    for output in outputs:
         assert len({tuple(one.token_ids) for one in output.outputs}) == 3
-        check_answer(reference, prompt, output, is_greedy=False)
 
 
 @pytest.mark.parametrize("num_blocks", [100, 10])
@@ -414,6 +409,5 @@ def test_classes_of_a_student(model):
     sizes = {"num_blocks": 14, "scheduler_cls": LastFirst, "block_manager_cls": Mine}
     llm = LLM(path, **OPTIONS | sizes, max_num_batched_tokens=16)
     prompts = prompts_of(random.Random(14), 5, 40)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, n=2)
-    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False)):
-        check_answer(reference, prompt, output)
+    params = replace(GREEDY, n=2)
+    check_answers(reference, llm, prompts, params)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoints import greedy, new_model
 from safetensors.torch import load_file, save_file
 from thread_group import Threads
@@ -17,6 +18,7 @@ from thread_group import Threads
 from nanovllm import LLM, SamplingParams, loader
 from nanovllm.config import Config
 from nanovllm.layers import torch_ops
+from nanovllm.layers.experts import Stack, product
 from nanovllm.layers.linear import Linear
 from nanovllm.topics.quantization.groups import dequantized
 from nanovllm.topics.quantization.layers import choose_product
@@ -226,11 +228,19 @@ def test_fp8(is_sharded, sizes, tmp_path):
         check_near(llm, model, most)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"family": "qwen3_5_text"},
+        {"family": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64},
+    ],
+    ids=["dense", "experts"],
+)
 @pytest.mark.parametrize("settings", [GPTQ, AWQ, FP8], ids=["gptq", "awq", "fp8"])
 @torch.inference_mode()
-def test_a_hybrid_model_with_the_names_of_a_vision_model(settings, tmp_path):
-    sizes = SIZES | {"family": "qwen3_5_text", "linear_num_value_heads": 8}
-    path, model = written(tmp_path, sizes=sizes | {"linear_value_head_dim": 16}, **settings)
+def test_a_hybrid_model_with_the_names_of_a_vision_model(settings, family, tmp_path):
+    sizes = EXPERTS | family | {"linear_num_value_heads": 8, "linear_value_head_dim": 16}
+    path, model = written(tmp_path, sizes=sizes, **settings)
     file = path / "model.safetensors"
     tensors = load_file(file)
     save_file(
@@ -239,8 +249,9 @@ def test_a_hybrid_model_with_the_names_of_a_vision_model(settings, tmp_path):
     llm = LLM(path, **OPTIONS)
     for module in llm.runner.model.modules():
         if isinstance(module, Linear) and module.weight.is_meta:  # without rounded activations
-            weight = dequantized(module.product.keywords["product"].keywords["weight"]).cpu()
-            module.product = lambda x, _, bias, weight=weight: x @ weight.T
+            weight = torch.cat(weights_in(module.product)).cpu()
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            module.product = product if isinstance(module, Stack) else F.linear
     check_near(llm, model, 1e-3)
 
 

@@ -3,6 +3,8 @@
 Tests import this file. An example that does: pytest tests/core/test_model.py
 """
 
+from copy import deepcopy
+
 import torch
 from transformers import (
     LlamaConfig,
@@ -12,6 +14,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -50,6 +54,7 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
     own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
     own["qwen3_5_text"] = HYBRID
+    own["qwen3_5_moe_text"] = HYBRID | EXPERTS | {"shared_expert_intermediate_size": 40}
     settings = SHAPE | own.get(family, {}) | overrides
     config_cls, model_cls = {
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -58,14 +63,15 @@ def new_model(family: str = "qwen3", seed: int = 0, **overrides):
         "llama": (LlamaConfig, LlamaForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
         "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+        "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     }[family]
     torch.manual_seed(seed)
     model = model_cls(config_cls(**settings)).eval()
-    if family == "qwen3_moe" and hasattr(model, "set_experts_implementation"):
+    if "moe" in family and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the others need operations that ttsem lacks
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if family == "qwen3_5_text" and ("norm" in name or parameter.dim() == 1):
+            if "qwen3_5" in family and ("norm" in name or parameter.dim() == 1):
                 parameter.uniform_(-0.5, 0.5)  # of 1 + weight, and of decays
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
@@ -91,6 +97,42 @@ def greedy(model, prompt: list[int], max_tokens: int) -> list[int]:
         do_sample=False,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def num_before_tie(router_logits, top: int) -> int:
+    """The number of tokens before the first for which two experts nearly tie, in any layer."""
+    ordered = torch.stack(router_logits).sort(-1, descending=True).values
+    gaps = ordered[..., top - 1 : top] - ordered[..., top : top + 1]
+    near = (gaps < 1e-4).any(-1).any(0)
+    return near.tolist().index(True) if near.any() else len(near)
+
+
+@torch.inference_mode()
+def check_answer(model, prompt, output, tolerance=5e-4, is_greedy=True) -> None:
+    """Log-probabilities of all tokens, and greedy tokens up to ties, against a full forward of a transformers model in
+    float64: that in float32 may be as far from it. Behind a token for which two experts nearly tie, nothing is compared:
+    rounding chooses one."""
+    exact = deepcopy(model).double()
+    options = {"output_router_logits": True} if "moe" in model.config.model_type else {}
+    for answer in output.outputs:
+        ids = prompt + answer.token_ids
+        result = exact.model(torch.tensor([ids]), **options)
+        rows = exact.lm_head(result.last_hidden_state)[0].log_softmax(-1)
+        routers = getattr(result, "router_logits", None)
+        sure = num_before_tie(routers, model.config.num_experts_per_tok) if routers else len(ids)
+        known = [*(output.prompt_logprobs or [None] * len(prompt))[1:], *answer.logprobs]
+        for i, (found, row) in enumerate(zip(known[:sure], rows)):
+            token_id = ids[i + 1]
+            assert found is None or abs(found[token_id] - row[token_id]) < tolerance
+            if is_greedy and i >= len(prompt) - 1:
+                assert row[token_id] > row.max() - tolerance
+
+
+def check_answers(model, llm, prompts, params, **rest) -> list:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_answer(model, prompt, output, **rest)
+    return outputs
 
 
 def random_groups(num_out, num_groups, group, bits=4) -> Groups:

@@ -9,6 +9,9 @@ PARTS = {  # fields of config.json, and what they stand for
     "num_experts": "experts",
     "num_local_experts": "experts",
     "n_routed_experts": "experts",
+    "mamba_d_state": "states (Mamba)",
+    "ssm_state_size": "states (Mamba)",
+    "state_size": "states (Mamba)",
 }
 LAYERS = {"full_attention", "dense"}
 

@@ -36,8 +36,7 @@ class TextReader(Reader):
 
     def stored(self, name: str) -> str:
         """The name of a module, or a tensor, in the files."""
-        has_prefix = name.startswith(SHORT)
-        return self.prefix + name.removeprefix(SHORT) if has_prefix else name
+        return name.replace(SHORT, self.prefix, 1)
 
     def add_parameters(self, model: nn.Module) -> None:
         named = [(self.stored(name), module) for name, module in model.named_modules()]
@@ -58,12 +57,9 @@ class TextTensors:
         self.reader = reader
 
     def keys(self) -> list[str]:
-        names = [name for name in self.tensors.keys()]  # noqa: SIM118 (safe_open is no dict)
-        names = [name for name in names if not name.startswith(SKIPPED)]
-        long = self.reader.prefix
-        return [
-            SHORT + name.removeprefix(long) if name.startswith(long) else name for name in names
-        ]
+        stored = self.tensors.keys()
+        names = [name for name in stored if not name.startswith(SKIPPED)]
+        return [name.replace(self.reader.prefix, SHORT) for name in names]
 
     def get_slice(self, name: str) -> Any:
         return self.tensors.get_slice(self.reader.stored(name))

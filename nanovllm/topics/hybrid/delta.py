@@ -101,8 +101,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(num_values, config.hidden_size)
         self.ops = ops
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
+        rows = batch.rows
         qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split(self.sizes, 1)
         b, a = self.in_proj_ba(x).float().chunk(2, 1)
@@ -241,10 +242,11 @@ def chunked(
         padded = F.pad(x, (0, 0, 0, padding))
         parts.append(padded.unflatten(1, (-1, CHUNK)))
     q, k, v, log_decay, beta = parts
-    since = log_decay.cumsum(-2)  # the logarithm of all decays since the chunk's begin
-    differences = since - since.mT
+    # the logarithm of all decays since the chunk's begin; in fp32, differences would lose digits
+    since = log_decay.double().cumsum(-2)
+    differences = (since - since.mT).float()
     between = differences.tril().exp().tril()
-    decay = since.exp()
+    decay = since.float().exp()
 
     k_beta = k * beta
     system = k_beta @ k.mT * between  # its diagonal counts as 1
@@ -260,7 +262,7 @@ def chunked(
     scores = q @ k.mT * between
     q = q * decay
     last = since[..., -1:, :]
-    k = k * (last - since).exp()
+    k = k * (last - since).float().exp()
     values = []
     for i in range(q.shape[1]):
         held = reads[:, i] @ state

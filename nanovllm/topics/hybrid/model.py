@@ -2,7 +2,8 @@
 
 Beside the layers, five things differ from Qwen3. Norms multiply by 1 + weight. A half of q_proj is
 a gate for what attention gives. Only a part of each head is rotated. The fields lie in
-`text_config`. The tensors have another prefix (checkpoint.py).
+`text_config`. The tensors have another prefix (checkpoint.py). In Qwen3.5-MoE, each layer has
+experts, and one more MLP for all tokens.
 """
 
 from typing import Any
@@ -15,7 +16,8 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_settings, rope_table
-from nanovllm.models.dense import MLP, head_dim_of
+from nanovllm.models.dense import MLP, Attention, DenseModel, check_supported, head_dim_of
+from nanovllm.models.experts import OneByOne, SparseMLP, check_experts
 from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
 
 KINDS = ["full_attention", "linear_attention"]  # of layers
@@ -29,8 +31,12 @@ def text_config(config) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             setattr(text, name, value)
-    if text.hidden_act != "silu":
-        raise ValueError(f"hidden_act={text.hidden_act!r} is not supported, only silu")
+    if "moe" in text.model_type:
+        text.norm_topk_prob = True
+        text.decoder_sparse_step = 1
+        text.intermediate_size = text.shared_expert_intermediate_size
+        check_experts(text)
+    check_supported(text)
     kinds = sorted(set(text.layer_types))
     if kinds != KINDS:
         both = " and ".join(KINDS)
@@ -73,29 +79,19 @@ def order_of(config) -> Tensor:
 # --- layers ---
 
 
-class GatedAttention(nn.Module):
-    """Attention as in dense.py, with a gate. `layer` counts only layers of this kind."""
+class GatedAttention(Attention):
+    """Attention with a gate. `layer` counts only layers of this kind."""
 
     def __init__(self, config, layer: int, ops: Ops, device: torch.device):
-        super().__init__()
-        self.layer = layer
-        self.ops = ops
-        size = head_dim_of(config)
-        heads = config.num_attention_heads
-        self.head_dim = size
-        self.heads = heads
-        self.scale = size**-0.5
-        kv_heads = config.num_key_value_heads
-        self.sizes = [heads, kv_heads, kv_heads]
+        super().__init__(config, layer, ops)
+        size = self.head_dim
+        heads, kv_heads, _ = self.sizes
         parts = {
             "q_proj": 2 * heads * size,
             "k_proj": kv_heads * size,
             "v_proj": kv_heads * size,
         }
-        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
-        self.o_proj = Linear(heads * size, config.hidden_size, config.attention_bias)
         # q_proj gives q and gate of the first head, then those of the second ...
         num_parts = 2 * (heads + kv_heads)
         with torch.device("cpu"):
@@ -112,7 +108,7 @@ class GatedAttention(nn.Module):
         ordered = mixed[:, self.order]
         qkv = ordered.view(len(x), -1, self.head_dim)
         gates = mixed.unflatten(1, (-1, self.head_dim))
-        gate = gates[:, 1 : 2 * self.heads : 2].sigmoid()
+        gate = gates[:, 1 : 2 * self.sizes[0] : 2].sigmoid()
         norms = (self.q_norm, self.k_norm)
         q = self.ops.rotate_and_store(qkv, norms, cos_sin, self.sizes, batch, self.layer)
         attended = self.ops.paged_attention(q, batch, self.layer, self.scale)
@@ -120,59 +116,41 @@ class GatedAttention(nn.Module):
         return self.o_proj(gated.flatten(1))
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config, kind: str, layer: int, ops: Ops, device: torch.device):
-        super().__init__()
-        self.ops = ops
-        if kind == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, ops)
-        else:
-            self.self_attn = GatedAttention(config, layer, ops, device)
-        self.mlp = MLP(config, ops)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+class SharedMLP(SparseMLP):
+    """Experts, and one that all tokens share, with a gate."""
 
-    def forward(
-        self, residual: Tensor, x: Tensor, cos_sin: Tensor, batch: Batch, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        """See dense.DecoderLayer."""
-        residual, x = self.ops.add_and_norm(residual, x, self.input_layernorm)
-        if hasattr(self, "linear_attn"):
-            x = self.linear_attn(x, rows)
-        else:
-            x = self.self_attn(x, cos_sin, batch)
-        residual, x = self.ops.add_and_norm(residual, x, self.post_attention_layernorm)
-        return residual, self.mlp(x)
+    def __init__(self, config, ops: Ops):
+        super().__init__(config, ops)
+        self.shared_expert = MLP(config, ops)
+        self.shared_expert_gate = Linear(config.hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.shared_expert_gate(x).sigmoid()
+        shared = self.shared_expert(x)
+        return super().forward(x) + gate * shared
 
 
-class Decoder(nn.Module):
-    def __init__(self, config, ops: Ops, device: torch.device):
-        super().__init__()
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(table)
-        self.layers = nn.ModuleList()
-        num_before = 0  # layers with attention
-        for kind in config.layer_types:
-            layer = DecoderLayer(config, kind, num_before, ops, device)
-            self.layers.append(layer)
-            num_before += kind == "full_attention"
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+class HybridModel(DenseModel):
+    """DenseModel, in which other layers replace attention. `states` is a StateCache, which sets
+    itself."""
 
-
-class HybridModel(nn.Module):
-    """What DenseModel is for the dense families. `states` is a StateCache, which sets itself."""
-
-    states: Any = None
+    view = staticmethod(OneByOne)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
-        super().__init__()
-        self.ops = ops
-        self.num_kv_heads = config.num_key_value_heads
-        self.num_kv_layers = config.layer_types.count("full_attention")
+        super().__init__(config, rope, ops)
         self.width = config.linear_conv_kernel_dim - 1
-        self.rope = rope
-        self.model = Decoder(config, ops, rope.device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.num_kv_layers = 0
+        for layer, kind in zip(self.model.layers, config.layer_types):
+            del layer.self_attn
+            if kind == "full_attention":
+                layer.self_attn = GatedAttention(config, self.num_kv_layers, ops, rope.device)
+                self.num_kv_layers += 1
+            else:
+                layer.linear_attn = GatedDeltaNet(config, ops)
+                # as the layer calls it, but without parameters of this name
+                vars(layer)["self_attn"] = layer.linear_attn
+            if "moe" in config.model_type:
+                layer.mlp = SharedMLP(config, ops)
 
     def to(self, dtype: torch.dtype) -> "HybridModel":  # type: ignore[override]
         """Norms, convolutions and decays stay in fp32: they are few numbers, and 1 + weight would
@@ -197,12 +175,5 @@ class HybridModel(nn.Module):
         return torch.cat([whole_cos, whole_sin], -1)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""
-        residual = self.model.embed_tokens(input_ids)
-        x = torch.zeros_like(residual)
-        cos_sin = self.rope[positions]
-        rows = Rows(batch, self.width)
-        for layer in self.model.layers:
-            residual, x = layer(residual, x, cos_sin, batch, rows)
-        _, x = self.ops.add_and_norm(residual, x, self.model.norm)
-        return x
+        batch.rows = Rows(batch, self.width)
+        return super().forward(input_ids, positions, batch)

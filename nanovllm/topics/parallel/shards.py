@@ -16,12 +16,7 @@ from nanovllm.config import check_heads
 from nanovllm.models.dense import DenseModel, head_dim_of
 from nanovllm.topics.parallel.ranks import Group
 
-SUMMED = (
-    "o_proj",
-    "out_proj",
-    "mlp.down_proj",
-    "experts",
-)  # layers of which each rank has a summand
+SUMMED = ("o_proj", "out_proj", "mlp")  # modules of which each rank has a summand
 
 
 class Part:
