@@ -67,15 +67,19 @@ def find_tile(ends, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     is_expert = e < num_experts
-    begin = tl.load(ends + e - 1, mask=is_expert & (e > 0), other=0).to(tl.int32)
+    has_begin = is_expert & (e > 0)
+    begin = tl.load(ends + e - 1, mask=has_begin, other=0).to(tl.int32)
     end = tl.load(ends + e, mask=is_expert, other=0).to(tl.int32)
     tiles = tl.cdiv(end - begin, ROWS)
     last = tl.cumsum(tiles, 0)
-    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    is_before = last <= tile
+    expert = tl.sum(is_before.to(tl.int32), 0)
     is_mine = e == expert
     before = tl.sum(tl.where(is_mine, last - tiles, 0), 0)
-    first = tl.sum(tl.where(is_mine, begin, 0), 0) + (tile - before) * ROWS
-    return expert, first, tl.sum(tl.where(is_mine, end, 0), 0)
+    first = tl.sum(tl.where(is_mine, begin, 0), 0)
+    first += (tile - before) * ROWS
+    end = tl.sum(tl.where(is_mine, end, 0), 0)
+    return expert, first, end
 
 
 @triton.jit
@@ -112,14 +116,15 @@ def product_kernel(
     if first < end:
         row = first + tl.arange(0, ROWS)
         is_row = row < end
-        out_at = row.to(tl.int64)[:, None] * num_out + output
-        x_row = row.to(tl.int64)
+        out_row = row.to(tl.int64)
+        x_row = out_row
         if EXPERTS:
             x_row = tl.load(rows + row, mask=is_row, other=0)
         result = tile_product(
             x + x_row[:, None] * num_in, is_row, codes, scales, zeros, weight_row, is_output,
             num_in, num_groups, group_size, ROWS, OUT, NUMBERS, BITS,
         )  # fmt: skip
+        out_at = out_row[:, None] * num_out + output
         mask = is_row[:, None] & is_output
         tl.store(out + out_at, result.to(out.dtype.element_ty), mask=mask)
 

@@ -131,32 +131,28 @@ def error_of_draws(runner: Any, generator: torch.Generator) -> float:
 
 
 def error_of_experts(stack: Any, runner: Any, generator: torch.Generator) -> float:
-    """Of a grouped product. Half of the pairs have the last expert, which gets two tiles."""
-    from nanovllm.layers.experts import Pairs, each_expert
-    from nanovllm.topics.quantization.experts import rows_of
-    from nanovllm.topics.quantization.groups import plain_product
+    """The error of a grouped product. Half of the pairs have the last expert: it has two tiles."""
+    from nanovllm.layers import experts
 
+    options = {
+        "device": runner.device,
+        "generator": generator,
+    }
     num_experts = stack.num_experts
-    num_out, num_in = stack.weight.shape
-    groups = getattr(stack.product, "keywords", {}).get("weight")
-    if groups is None and stack.weight.is_meta:
-        return 0.0  # no kernel of ours
-
-    def multiply(rows: Tensor, expert: int) -> Tensor:
-        size = num_out // num_experts
-        part = slice(expert * size, (expert + 1) * size)
-        if groups is None:
-            return rows @ stack.weight[part].T
-        return plain_product(rows, rows_of(groups, part))
-
-    options = {"device": runner.device, "generator": generator}
+    num_in = stack.weight.shape[1]
     chosen = torch.randint(num_experts, (64,), **options)
     chosen[:32] = num_experts - 1
-    every = torch.arange(num_experts, device=runner.device)
-    ends = torch.searchsorted(chosen.sort().values, every, right=True)
-    pairs = Pairs(torch.randint(16, (64,), **options), ends)
-    x = torch.randn(16, num_in, **options).to(runner.dtype)
-    return error(stack(x, pairs), each_expert(x, pairs, multiply))
+    counts = chosen.bincount(minlength=num_experts)
+    rows = torch.randint(16, (64,), **options)
+    pairs = experts.Pairs(rows, counts.cumsum(0))
+    x = torch.randn(16, num_in, **options)
+    x = x.to(runner.dtype)
+    found = stack(x, pairs)
+    own = stack.product
+    stack.product = getattr(stack, "plain_product", experts.product)
+    expected = stack(x, pairs)
+    stack.product = own
+    return error(found, expected)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

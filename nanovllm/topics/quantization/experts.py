@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from nanovllm.layers.experts import Pairs, each_expert
-from nanovllm.topics.quantization.groups import Groups
+from nanovllm.topics.quantization.groups import Groups, plain_product
 
 Product = Callable[[Tensor, Tensor, Pairs], Tensor]
 
@@ -52,6 +52,22 @@ def one_by_one(
         return products[expert](rows)
 
     return each_expert(x, pairs, multiply).to(x.dtype)
+
+
+def plain(
+    x: Tensor,
+    _: Tensor,
+    pairs: Pairs,
+    weight: Groups,
+    size: int,
+) -> Tensor:
+    """Computes it in PyTorch, on any device. A matrix has `size` rows."""
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        matrix = rows_of(weight, slice(expert * size, (expert + 1) * size))
+        return plain_product(rows, matrix)
+
+    return each_expert(x, pairs, multiply)
 
 
 def few_pairs(

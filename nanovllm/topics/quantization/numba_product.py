@@ -35,7 +35,11 @@ def product(x: Tensor, weight: Groups) -> Tensor:
     return plain_product(x, weight) if len(x) > FEW_ROWS else multiply(x, weight)
 
 
-def multiply(x: Tensor, weight: Groups, ends: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: Groups,
+    ends: Tensor | None = None,
+) -> Tensor:
     """x [T, in] times a weight in 4 bits: fp32 [T, out]. With the `ends` of pairs, x [P, in] is
     sorted by expert, and the weight has the matrices of all experts, one below the other."""
     codes, scales, zeros = weight
@@ -52,11 +56,13 @@ def multiply(x: Tensor, weight: Groups, ends: Tensor | None = None) -> Tensor:
     rows = new_rows(x.float().contiguous(), form)
     run(form.prepare, (rows,), num_rows, 0)
     num_out = len(codes) // num_experts
-    parts = [part.unflatten(0, (num_experts, -1)).numpy() for part in (codes, scales, zeros)]
+    tensors = (codes, scales, zeros)
+    parts = [part.unflatten(0, (num_experts, -1)).numpy() for part in tensors]
     parts.append(np.empty((num_experts, 0), np.float32))  # no biases
     weights = Weights(*parts)
     out = torch.empty(num_rows, num_out)
-    run(kernel, (out.numpy(), rows, weights, *where), num_out, out.numel() * codes[0].numel())
+    arguments = (out.numpy(), rows, weights, *where)
+    run(kernel, arguments, num_out, out.numel() * codes[0].numel())
     return out
 
 
