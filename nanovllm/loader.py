@@ -5,6 +5,7 @@ with its first tensor.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os.path import expanduser
@@ -190,6 +191,7 @@ def load_model(
     model = new_model(config, max_model_len, dtype, device, ops)
     reader.add_parameters(model)
     missing = destinations(model)
+    counts = Counter(module for module, *_ in missing.values())
     unexpected = []
     for file in files:
         with reader.tensors_of(file) as tensors:
@@ -201,7 +203,10 @@ def load_model(
                     if getattr(module, kind).is_meta:
                         module.to_empty(device=device, recurse=False)
                     load_into(getattr(module, kind).data[rows], read(tensors, name), name, file)
-                    prepare_whole(model, module, missing, prepare)
+                    counts[module] -= 1
+                    is_whole = not counts[module] and isinstance(module, Linear)
+                    if is_whole and module is not model.lm_head:
+                        prepare(module)
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
@@ -212,23 +217,10 @@ def load_model(
             f"missing tensors {shown(sorted(missing))}, {len(missing)} in all; "
             f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all{hint}"
         )
+    # which may have the embedding's weight, and comes after all others
+    model.lm_head.is_head = True  # type: ignore[assignment]
+    prepare(model.lm_head)
     return model.eval()
-
-
-def prepare_whole(
-    model: DenseModel,
-    module: nn.Module,
-    missing: dict[str, tuple],
-    prepare: Callable[[Linear], None],
-) -> None:
-    """Prepares a linear layer, if it has all its tensors. The head, which may have the embedding's
-    weight, comes after all others."""
-    is_whole = all(other is not module for other, *_ in missing.values())
-    if is_whole and isinstance(module, Linear) and module is not model.lm_head:
-        prepare(module)
-    if not missing:
-        model.lm_head.is_head = True  # type: ignore[assignment]
-        prepare(model.lm_head)
 
 
 def model_class(config) -> Any:

@@ -16,10 +16,10 @@ from nanovllm.layers.linear import Linear
 
 
 class Pairs(NamedTuple):
-    """Pairs of a row of activations and an expert, sorted by expert. Both are int64 [P]."""
+    """Pairs of a row of activations and an expert, sorted by expert."""
 
-    rows: Tensor
-    experts: Tensor
+    rows: Tensor  # int64 [P]
+    ends: Tensor  # int64 [E]: where the pairs of each expert end
 
 
 class Stack(Linear):
@@ -48,16 +48,14 @@ def product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     def multiply(rows: Tensor, expert: int) -> Tensor:
         return F.linear(rows, matrices[expert])
 
-    return each_expert(x, pairs, len(matrices), multiply)
+    return each_expert(x, pairs, multiply)
 
 
-def each_expert(x: Tensor, pairs: Pairs, num_experts: int, multiply: Callable) -> Tensor:
+def each_expert(x: Tensor, pairs: Pairs, multiply: Callable) -> Tensor:
     """A grouped product as a loop over the experts that are hit: `multiply(rows, expert)` is that
     of one expert. No other expert's matrix is read."""
-    counts = pairs.experts.bincount(minlength=num_experts).tolist()
-    parts = pairs.rows.split(counts)
     results = []
-    for expert, rows in enumerate(parts):
+    for expert, rows in enumerate(pairs.rows.tensor_split(pairs.ends[:-1].cpu())):
         if len(rows):
             results.append(multiply(x[rows], expert))
     return torch.cat(results)

@@ -1,11 +1,13 @@
 """The grouped product of layers/experts.py in compiled Python, for a few pairs: one kernel for
 all experts that are hit."""
 
+import numpy as np
 from torch import Tensor
 
 from nanovllm.layers import experts
-from nanovllm.layers.numba_kernels import pairs_kernel
 from nanovllm.layers.numba_ops import array, run
+from nanovllm.layers.numba_products import pairs_kernel
+from nanovllm.layers.numba_step import PLAIN, Weights, new_rows
 
 FEW_PAIRS = 128  # with more, PyTorch's products are faster
 
@@ -13,10 +15,13 @@ FEW_PAIRS = 128  # with more, PyTorch's products are faster
 def product(x: Tensor, matrices: Tensor, pairs: experts.Pairs) -> Tensor:
     """x [T, in], matrices [E, out, in] -> [P, out]: see experts.product."""
     num_pairs = len(pairs.rows)
-    num_out = matrices.shape[1]
+    num_experts, num_out, _ = matrices.shape
     if num_pairs > FEW_PAIRS:
         return experts.product(x, matrices, pairs)
+    rows = new_rows(x[pairs.rows], PLAIN)
+    nothing = np.empty((num_experts, 0), np.float32)
+    weights = Weights(array(matrices), nothing, nothing, nothing)
     out = x.new_empty(num_pairs, num_out)
-    arrays = map(array, (out, x, matrices, *pairs))
-    run(pairs_kernel, (*arrays,), num_out, num_pairs * matrices[0].numel())
+    arguments = (array(out), rows, weights, pairs.ends.numpy())
+    run(pairs_kernel(PLAIN.multiply), arguments, num_out, num_pairs * matrices[0].numel())
     return out

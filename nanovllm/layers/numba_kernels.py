@@ -367,21 +367,6 @@ def norm_and_rotate_kernel(q, k, v, qkv, q_weight, k_weight, cos_sin, eps, has_n
 
 
 @kernel
-def pairs_kernel(out, x, matrices, rows, experts, begin, end):
-    """Program o: out[p, o] is row rows[p] of x times row o of the matrix of expert experts[p], for
-    all p. Pairs of the same expert lie side by side, so this row is read from memory once."""
-    size = x.shape[1]
-    for o in range(begin, end):
-        for p in range(len(rows)):
-            row = rows[p]
-            expert = experts[p]
-            total = ZERO
-            for i in range(size):
-                total += as_float32(x[row, i]) * as_float32(matrices[expert, o, i])
-            out[p, o] = rounded(total, x[row, 0])
-
-
-@kernel
 def silu_and_mul_kernel(out, x, begin, end):
     """Program t: row t."""
     size = out.shape[1]

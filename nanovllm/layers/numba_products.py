@@ -101,10 +101,9 @@ IN_8_BITS = Form(integers_of, multiply_8_bits)
 
 
 @cache
-def pairs_kernel(GROUP: int) -> Callable:
-    """A kernel for the pairs of rows and experts, see layers/experts.py. The matrices of experts
-    take the place of layers."""
-    multiply = in_4_bits(GROUP).multiply
+def pairs_kernel(multiply: Callable) -> Callable:
+    """A kernel for the pairs of layers/experts.py: `multiply` is that of a Form. The matrices of
+    experts take the place of layers."""
 
     @exact_kernel
     def multiply_pairs(out, rows, weights, ends, begin, end):

@@ -76,18 +76,20 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and chosen experts [T, top] -> [T, hidden_size]."""
-        sorted_experts, order = chosen.flatten().sort(stable=True)
-        of_tokens = Pairs(order // chosen.shape[1], sorted_experts)
+        chosen, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(self.gate_up_proj.num_experts, device=x.device)
+        ends = torch.searchsorted(chosen, every, right=True)
+        of_tokens = Pairs(order // weights.shape[1], ends)
         gate_up = self.gate_up_proj(x, of_tokens)
         middle = self.ops.silu_and_mul(gate_up)
-        of_pairs = Pairs(torch.arange(len(order), device=x.device), sorted_experts)
+        of_pairs = Pairs(torch.arange(len(order), device=x.device), ends)
         y = self.down_proj(middle, of_pairs)
         # back in the order of tokens, so that a token's sum does not depend on the other tokens
         y = torch.empty_like(y).index_copy_(0, order, y)
-        parts = y.view(*chosen.shape, -1)
+        parts = y.view(*weights.shape, -1)
         parts = parts * weights.unsqueeze(-1)
         total = parts[:, 0].clone()
-        for i in range(1, chosen.shape[1]):
+        for i in range(1, weights.shape[1]):
             total += parts[:, i]
         return total.to(x.dtype)
 

@@ -240,8 +240,8 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
         "weigh",
         "sample",
     }
-    products = {"product_4_bits", "product_8_bits", "grouped"}
-    products |= {"grouped_product_4_bits", "grouped_product_8_bits"}
+    products = {f"grouped_product_{bits}_bits" for bits in (4, 8, 16)}
+    products |= {"product_4_bits", "product_8_bits"}
     assert kernels.keys() == attention | others | products
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name

@@ -3,10 +3,13 @@
 Run: pytest tests/device/test_check_kernels.py [--slow]
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import new_model, save
+from extras import needs
 
 from nanovllm import LLM, model_runner
 from nanovllm.device.cuda_graphs import StepGraphs
@@ -79,6 +82,25 @@ def test_all_that_is_wrong_is_named(backend):
     backend.sample = lambda logits, sampling: logits.argmax(-1)
     with LLM(**SMALL) as llm:
         assert refused(llm.runner).startswith("copy_blocks 100%, sample ")
+
+
+@pytest.mark.parametrize("form", [None, "int4"])
+def test_experts(form, tmp_path):
+    """In bfloat16: with rows that are rounded otherwise, a router may choose other experts."""
+    needs("numba")
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 32}
+    sizes |= {"num_experts": 64, "num_experts_per_tok": 8}
+    model = new_model("qwen3_moe", hidden_size=256, **sizes).bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(0.2 if "norm" not in name else 1)
+    path = save(model, tmp_path)
+    options = {"dtype": "bfloat16", "attention_backend": "numba", "quantization": form}
+    with LLM(path, **SMALL | {"check_kernels": "always"} | options) as llm:
+        stack = llm.runner.model.model.layers[-1].mlp.experts.down_proj
+        right = stack.product
+        held = getattr(right, "keywords", {})
+        stack.product = partial(lambda *args, **_: right(*args).roll(1, 0), **held)
+        assert refused(llm.runner).startswith("the grouped product ")
 
 
 @pytest.mark.slow

@@ -34,7 +34,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen3_moe"])
 def checkpoint(request, tmp_path_factory):
     """(path, prompts, what transformers makes of them on the CPU in fp32)"""
-    model = new_model(request.param, head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+    sizes = dict(head_dim=32, num_attention_heads=6, num_key_value_heads=2)
+    if request.param == "qwen3_moe":
+        sizes |= {"num_experts": 4, "decoder_sparse_step": 2}  # one layer of each kind
+    model = new_model(request.param, **sizes)
     prompts = prompts_of_all_lengths()
     path = save(model, tmp_path_factory.mktemp(request.param))
     return path, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts]

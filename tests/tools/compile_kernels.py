@@ -26,6 +26,7 @@ from nanovllm.layers import (
     triton_experts,
     triton_int8,
     triton_ops,
+    triton_products,
     triton_sampler,
 )
 from nanovllm.layers.batch import Batch
@@ -33,7 +34,6 @@ from nanovllm.layers.experts import Pairs
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.topics.hybrid import triton_delta
-from nanovllm.topics.quantization import triton_experts as triton_codes
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups
 
@@ -86,8 +86,8 @@ class Noted:
             name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         if name == "norm_and_rotate" and constants["HAS_CACHE"]:
             name = "rotate_and_store"
-        if name.endswith("product"):
-            name += f"_{constants['BITS']}_bits"
+        if name == "product":
+            name = "grouped_" * (constants["EXPERTS"] > 0) + f"{name}_{constants['BITS']}_bits"
         self.launches.append(Launch(name, self.kernel, args, options))
 
 
@@ -96,8 +96,8 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_product)
-        modules += (triton_delta, triton_experts, triton_codes)
+        modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_products)
+        modules += (triton_delta,)
         for module in modules:
             for name, kernel in [*vars(module).items()]:
                 if name.endswith("_kernel"):
@@ -154,7 +154,7 @@ def launch_products(half: Any) -> None:
 
 def launch_experts(half: Any) -> None:
     """16 tokens in Qwen3-30B-A3B, whose experts have 1,536 x 2,048 numbers."""
-    pairs = Pairs(longs(128), longs(128))
+    pairs = Pairs(longs(128), longs(128))  # as many as experts
     x, num_out, num_in = half(16, 2048), 1536, 2048
     triton_experts.product(x, half(128, num_out, num_in), pairs)
     codes, scales = (
@@ -162,9 +162,9 @@ def launch_experts(half: Any) -> None:
         empty(128 * num_out, 16),
     )
     zeros = empty(scales.shape, dtype=torch.uint8)
-    triton_codes.product(x, x, pairs, Groups(codes, scales, zeros), 128)
+    triton_product.product(x, Groups(codes, scales, zeros), pairs)
     rows = empty(128 * num_out, 1, num_in, dtype=torch.int8)
-    triton_codes.product(x, x, pairs, Groups(rows, empty(128 * num_out, 1), None), 128)
+    triton_product.product(x, Groups(rows, empty(128 * num_out, 1), None), pairs)
 
 
 def launch_delta() -> None:
@@ -233,11 +233,12 @@ def all_resources(
     sizes = triton_attention.tile_sizes
     is_old = capability < 80
     of_gpu = partial(sizes, is_old=is_old)
-    numbers = triton_product.FEW_NUMBERS if is_old else triton_product.NUMBERS
+    numbers = triton_products.NUMBERS
+    if is_old:
+        numbers = dict.fromkeys(numbers, triton_products.FEW_NUMBERS)
     with (
         mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:5])),
-        mock.patch.object(triton_product, "NUMBERS", numbers),
-        mock.patch.object(triton_experts, "NUMBERS", triton_experts.FEW_NUMBERS if is_old else 64),
+        mock.patch.object(triton_products, "NUMBERS", numbers),
     ):
         launches = launches_of(head_dim, group, dtype, is_whole)
     return {launch.name: resources_of(launch, capability)._asdict() for launch in launches}

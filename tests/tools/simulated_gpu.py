@@ -69,11 +69,12 @@ class Recording(TorchDispatchMode):
             raise RuntimeError("a recording reads a number of the device")
         call = partial(operation, *args, **(kwargs or {}))
         result = call()
-        is_view = any(returned.alias_info is not None for returned in operation._schema.returns)
+        results = tensors_of(result)
+        # its schema does not say it: `flatten` may be a view or a copy
+        is_view = {*map(memory_of, results)} & {*map(memory_of, tensors_of([args, kwargs]))}
         if operation._schema.is_mutable:
             self.graph.calls.append(call)
         elif not is_view:
-            results = tensors_of(result)
             self.graph.results += results
             if operation.__name__.partition(".")[0] not in NOT_WRITTEN:
                 self.graph.calls.append(partial(again, call, results))
@@ -82,6 +83,10 @@ class Recording(TorchDispatchMode):
 
 def tensors_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def again(call: Any, results: list[Tensor]) -> None:

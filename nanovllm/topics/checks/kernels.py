@@ -47,6 +47,10 @@ def check_kernels(runner: Any) -> None:
     decoder = runner.model.model
     layers = decoder.layers
     decoder.layers = layers[-LAYERS:]  # in a hybrid model, one of each kind
+    modules = [*decoder.modules()]
+    routers = [(module, module.top) for module in modules if hasattr(module, "is_router")]
+    for router, _ in routers:
+        router.top = len(router.weight)  # a rounded row may choose other experts, if not all
     both = step_of(runner, num_blocks, [1, 20])
     expected = hidden_states(runner, both, torch_ops)
     for name in OPERATIONS:
@@ -59,6 +63,12 @@ def check_kernels(runner: Any) -> None:
         mixed.__name__ = own["__name__"]  # by which its kernels are chosen
         hidden = hidden_states(runner, both, mixed)
         errors["the delta rule"] = error(hidden, expected)
+    for router, top in routers:
+        router.top = top
+    stacks = [module for module in modules if hasattr(module, "num_experts")]
+    if stacks:
+        of_each = [error_of_experts(stack, runner, generator) for stack in stacks]
+        errors["the grouped product"] = max(of_each)
     decoder.layers = layers
     use(runner.ops, runner.model)
 
@@ -118,6 +128,31 @@ def error_of_draws(runner: Any, generator: torch.Generator) -> float:
     found = runner.ops.sample(logits, sampling)
     is_other = found != torch_ops.sample(logits, sampling)
     return float(is_other.sum()) / 32
+
+
+def error_of_experts(stack: Any, runner: Any, generator: torch.Generator) -> float:
+    """The error of a grouped product. Half of the pairs have the last expert: it has two tiles."""
+    from nanovllm.layers import experts
+
+    options = {
+        "device": runner.device,
+        "generator": generator,
+    }
+    num_experts = stack.num_experts
+    num_in = stack.weight.shape[1]
+    chosen = torch.randint(num_experts, (64,), **options)
+    chosen[:32] = num_experts - 1
+    counts = chosen.bincount(minlength=num_experts)
+    rows = torch.randint(16, (64,), **options)
+    pairs = experts.Pairs(rows, counts.cumsum(0))
+    x = torch.randn(16, num_in, **options)
+    x = x.to(runner.dtype)
+    found = stack(x, pairs)
+    own = stack.product
+    stack.product = getattr(stack, "plain_product", experts.product)
+    expected = stack(x, pairs)
+    stack.product = own
+    return error(found, expected)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

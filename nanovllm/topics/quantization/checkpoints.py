@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanovllm.checkpoint import Reader, opened
@@ -66,6 +67,7 @@ class QuantizedReader(Reader):
         assert method is not None
         self.method = method
         self.stored: dict[str, Stored] = {}
+        self.files: dict[Path, Any] = {}  # that `tensor` has opened
         self.codes: dict[str, Codes] = {}  # of each layer that has codes
         self.surplus: set[str] = set()  # biases that the model does not have
         for file in files:
@@ -194,8 +196,10 @@ class QuantizedReader(Reader):
 
     def tensor(self, name: str) -> Tensor:
         """A tensor that may be in another file than the one that is read."""
-        with opened(self.stored[name].file) as tensors:
-            return tensors.get_tensor(name)
+        file = self.stored[name].file
+        if file not in self.files:  # each opening reads a header
+            self.files[file] = safe_open(file, framework="pt")
+        return self.files[file].get_tensor(name)
 
 
 class View:

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from nanovllm.layers.experts import Pairs, each_expert
-from nanovllm.topics.quantization.groups import Groups
+from nanovllm.topics.quantization.groups import Groups, plain_product
 
 Product = Callable[[Tensor, Tensor, Pairs], Tensor]
 
@@ -20,9 +20,9 @@ def product_for(
     """The grouped product with a weight that has the matrices of all experts, one below the other.
     `product_of` returns the function that multiplies with one matrix."""
     if backend.endswith("triton_ops"):
-        from nanovllm.topics.quantization import triton_experts
+        from nanovllm.topics.quantization import triton_product
 
-        return partial(triton_experts.product, weight=weight, num_experts=num_experts)
+        return partial(triton_product.product_of_pairs, weight=weight)
     size = len(weight.scales) // num_experts
     products = []
     for first in range(0, len(weight.scales), size):
@@ -51,8 +51,23 @@ def one_by_one(
     def multiply(rows: Tensor, expert: int) -> Tensor:
         return products[expert](rows)
 
-    result = each_expert(x, pairs, len(products), multiply)
-    return result.to(x.dtype)
+    return each_expert(x, pairs, multiply).to(x.dtype)
+
+
+def plain(
+    x: Tensor,
+    _: Tensor,
+    pairs: Pairs,
+    weight: Groups,
+    size: int,
+) -> Tensor:
+    """Computes it in PyTorch, on any device. A matrix has `size` rows."""
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        matrix = rows_of(weight, slice(expert * size, (expert + 1) * size))
+        return plain_product(rows, matrix)
+
+    return each_expert(x, pairs, multiply)
 
 
 def few_pairs(
@@ -63,11 +78,8 @@ def few_pairs(
     products: list,
 ) -> Tensor:
     """One kernel for all experts, in 4 bits, if there are few pairs of each."""
-    from nanovllm.topics.quantization.numba_product import FEW_ROWS, product_of_pairs
+    from nanovllm.topics.quantization.numba_product import FEW_ROWS, multiply
 
-    num_experts = len(products)
-    if len(pairs.rows) > FEW_ROWS * num_experts:
+    if len(pairs.rows) > FEW_ROWS * len(products):
         return one_by_one(x, _, pairs, products)
-    counts = pairs.experts.bincount(minlength=num_experts)
-    result = product_of_pairs(x[pairs.rows], weight, counts.cumsum(0))
-    return result.to(x.dtype)
+    return multiply(x[pairs.rows], weight, pairs.ends).to(x.dtype)

@@ -82,6 +82,10 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
             from nanovllm.topics.quantization import experts
 
             linear.product = experts.product_for(weight, num_experts, backend, product_for)
+            size = len(weight.scales) // num_experts
+            # for topics/checks/kernels.py
+            plain = partial(experts.plain, weight=weight, size=size)
+            linear.plain_product = plain  # type: ignore[assignment]
         # the product holds it; of the parameter, the shape is left
         linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
         trim()

@@ -1,6 +1,8 @@
 """Products with weights in 4 and 8 bits, in compiled Python, for a few rows of activations. The
 kernels are in layers/numba_products.py."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from nanovllm.layers.numba_products import (
     IN_8_BITS,
     bytes_of_rows,
     in_4_bits,
-    integers_of,
     pairs_kernel,
 )
 from nanovllm.layers.numba_step import Form, Weights, new_rows
@@ -29,50 +30,40 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, scales
 
 
-def product(
-    x: Tensor,
-    weight: Groups,
-) -> Tensor:
+def product(x: Tensor, weight: Groups) -> Tensor:
     """x [T, in] times a weight in 4 bits: fp32 [T, out]."""
-    if len(x) > FEW_ROWS:
-        return plain_product(x, weight)
-    num_rows = len(x)
-    num_out = len(weight.codes)
-    form = in_4_bits(weight.codes.shape[2])
-    rows = new_rows(x.float().contiguous(), form)
-    run(integers_of, (rows,), num_rows, 0)
-    out = torch.empty(num_rows, num_out)
-    weights = weights_of(weight, 1)
-    arguments = (out.numpy(), rows, weights, 0, num_rows)
-    run(form.multiply, arguments, num_out, num_rows * weight.codes.numel())
-    return out
+    return plain_product(x, weight) if len(x) > FEW_ROWS else multiply(x, weight)
 
 
-def product_of_pairs(
+def multiply(
     x: Tensor,
     weight: Groups,
-    ends: Tensor,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """x [P, in], sorted by expert, times the matrices [out, in] of a weight: fp32 [P, out]."""
-    group = weight.codes.shape[2]
-    rows = new_rows(x.float().contiguous(), in_4_bits(group))
-    run(integers_of, (rows,), len(x), 0)
-    weights = weights_of(weight, len(ends))
-    num_out = weights.codes.shape[1]
-    out = torch.empty(len(x), num_out)
-    arguments = (out.numpy(), rows, weights, ends.numpy())
-    run(pairs_kernel(group), arguments, num_out, out.numel() * weight.codes[0].numel())
-    return out
-
-
-def weights_of(weight: Groups, count: int) -> Weights:
-    """A weight in 4 bits as `count` matrices, one below the other."""
+    """x [T, in] times a weight in 4 bits: fp32 [T, out]. With the `ends` of pairs, x [P, in] is
+    sorted by expert, and the weight has the matrices of all experts, one below the other."""
     codes, scales, zeros = weight
     assert zeros is not None, "a weight in 4 bits has zeros"
+    num_rows = len(x)
+    form = in_4_bits(codes.shape[2])
+    kernel: Callable = form.multiply
+    where: tuple = 0, num_rows
+    num_experts = 1
+    if ends is not None:
+        kernel = pairs_kernel(kernel)
+        where = (ends.numpy(),)
+        num_experts = len(ends)
+    rows = new_rows(x.float().contiguous(), form)
+    run(form.prepare, (rows,), num_rows, 0)
+    num_out = len(codes) // num_experts
     tensors = (codes, scales, zeros)
-    parts = [part.unflatten(0, (count, -1)).numpy() for part in tensors]
-    parts.append(np.zeros((count, 0), np.float32))
-    return Weights(*parts)
+    parts = [part.unflatten(0, (num_experts, -1)).numpy() for part in tensors]
+    parts.append(np.empty((num_experts, 0), np.float32))  # no biases
+    weights = Weights(*parts)
+    out = torch.empty(num_rows, num_out)
+    arguments = (out.numpy(), rows, weights, *where)
+    run(kernel, arguments, num_out, out.numel() * codes[0].numel())
+    return out
 
 
 def form_of(weight: Groups) -> Form | None:

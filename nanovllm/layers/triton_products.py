@@ -1,0 +1,170 @@
+"""Products in Triton with weights in 16, 8 or 4 bits: the grouped product of layers/experts.py, and
+that of one weight.
+
+Codes become numbers of the activations' dtype in registers, so only codes and scales are read from
+memory. Sums are in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16  # of activations, per program: tl.dot takes no fewer, nor fewer numbers
+OUT = 64  # rows of a weight, per program
+NUMBERS = {16: 64, 8: 128, 4: 128}  # of a row at a time, by the bits of a weight
+FEW_NUMBERS = 32  # where more would take too many registers
+
+
+@triton.jit
+def tile_product(
+    x_rows,  # addresses of rows of x, [ROWS, 1]
+    is_row,
+    codes,
+    scales,
+    zeros,
+    output,  # rows of the weight, int64 [OUT]
+    is_output,
+    num_in,
+    num_groups,
+    group_size,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Rows of x times rows of the weight, in fp32 [ROWS, OUT]. NUMBERS of a row are read at a time:
+    with 4 or 8 bits a group of `group_size` numbers, or a part."""
+    number = tl.arange(0, NUMBERS)
+    result = tl.zeros([ROWS, OUT], tl.float32)
+    for tile in range(tl.cdiv(num_in, NUMBERS)):
+        at = tile * NUMBERS + number
+        is_in = at < num_in
+        numbers = tl.load(x_rows + at, mask=is_row[:, None] & is_in, other=0.0)
+        group = tile * NUMBERS // group_size
+        group_at = output * num_groups + group
+        if BITS == 4:
+            pairs_begin = output * ((num_groups + 1) // 2) * group_size
+            code_at = pairs_begin + (at - (group + 1) // 2 * group_size)[:, None]
+            both = tl.load(codes + code_at, mask=is_output, other=0)
+            code = (both.to(tl.int32) >> (group % 2 * 4)) & 15
+            zero = tl.load(zeros + group_at, mask=is_output, other=0)
+            weights = code - zero.to(tl.int32)
+        else:
+            code_at = output * num_in + at[:, None]
+            weights = tl.load(codes + code_at, mask=is_output & is_in[:, None], other=0)
+        products = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
+        if BITS < 16:
+            products *= tl.load(scales + group_at, mask=is_output, other=0.0)
+        result += products
+    return result
+
+
+@triton.jit
+def find_tile(ends, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """The pairs of a program: their expert, the first pair, and the end of the expert's pairs. Each
+    expert's pairs are cut into tiles. A program behind the last tile gets none."""
+    tile = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    is_expert = e < num_experts
+    has_begin = is_expert & (e > 0)
+    begin = tl.load(ends + e - 1, mask=has_begin, other=0).to(tl.int32)
+    end = tl.load(ends + e, mask=is_expert, other=0).to(tl.int32)
+    tiles = tl.cdiv(end - begin, ROWS)
+    last = tl.cumsum(tiles, 0)
+    is_before = last <= tile
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    is_mine = e == expert
+    before = tl.sum(tl.where(is_mine, last - tiles, 0), 0)
+    first = tl.sum(tl.where(is_mine, begin, 0), 0)
+    first += (tile - before) * ROWS
+    end = tl.sum(tl.where(is_mine, end, 0), 0)
+    return expert, first, end
+
+
+@triton.jit
+def product_kernel(
+    out,  # [num_rows, num_out]
+    x,  # [T, num_in]
+    codes,  # of one weight, or of the matrices of all experts, one below the other
+    scales,
+    zeros,
+    rows,  # of pairs; with one weight, rows and ends are not read
+    ends,
+    num_rows,
+    num_out,
+    num_in,
+    num_groups,
+    group_size,
+    num_experts,
+    EXPERTS: tl.constexpr,  # 0: one weight
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Program (row tile, output tile): rows of x times rows of the weight. A row tile has pairs of
+    one expert."""
+    first = tl.program_id(0) * ROWS
+    end = num_rows
+    output = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    is_output = output < num_out
+    weight_row = output.to(tl.int64)
+    if EXPERTS:
+        expert, first, end = find_tile(ends, num_experts, EXPERTS, ROWS)
+        weight_row += expert.to(tl.int64) * num_out
+    if first < end:
+        row = first + tl.arange(0, ROWS)
+        is_row = row < end
+        out_row = row.to(tl.int64)
+        x_row = out_row
+        if EXPERTS:
+            x_row = tl.load(rows + row, mask=is_row, other=0)
+        result = tile_product(
+            x + x_row[:, None] * num_in, is_row, codes, scales, zeros, weight_row, is_output,
+            num_in, num_groups, group_size, ROWS, OUT, NUMBERS, BITS,
+        )  # fmt: skip
+        out_at = out_row[:, None] * num_out + output
+        mask = is_row[:, None] & is_output
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=mask)
+
+
+def multiply(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    num_groups: int,
+    bits: int,
+    pairs: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """x [T, in] times one weight: [T, out], in the dtype of x. With pairs, the weight has the
+    matrices of all experts, one below the other, and the result is [P, out]."""
+    x = x.contiguous()
+    num_rows, num_in = x.shape
+    num_tiles = triton.cdiv(num_rows, ROWS)
+    num_experts = 0
+    rows = ends = x
+    if pairs is not None:
+        rows, ends = pairs
+        num_rows = len(rows)
+        num_experts = len(ends)
+        num_tiles = most_tiles(num_rows, num_experts)
+    num_out = len(codes) // max(num_experts, 1)
+    group_size = num_in // num_groups
+    is_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+    most = FEW_NUMBERS if is_old or x.dtype == torch.float32 else NUMBERS[bits]
+    numbers = max(16, min(most, triton.next_power_of_2(group_size)))
+    out = x.new_empty(num_rows, num_out)
+    product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
+        out, x, codes, scales, zeros, rows, ends,
+        num_rows, num_out, num_in, num_groups, group_size, num_experts,
+        triton.next_power_of_2(num_experts), ROWS, OUT, numbers, bits,
+    )  # fmt: skip
+    return out
+
+
+def most_tiles(num_pairs: int, num_experts: int) -> int:
+    """The most tiles that there can be, whatever a router chooses: shapes alone decide it, so that
+    a CUDA graph can record the launch."""
+    return triton.cdiv(num_pairs + min(num_experts, num_pairs) * (ROWS - 1), ROWS)
