@@ -2,7 +2,7 @@
 
 python -m tutorials.build new my_engine            the whole engine, without the bodies of its functions
 python -m tutorials.build new my_engine --only 2   holes in milestone 2 only
-python -m tutorials.build next my_engine           what is done, and what to do now
+python -m tutorials.build next my_engine           what is done, and what to do now: or next my_engine 7
 python -m tutorials.build check my_engine 2        tests milestone 2; the other milestones may be open
 python -m tutorials.build check my_engine 10       tests the engine that is all your own
 
@@ -40,9 +40,11 @@ README = """This is nanovllm without the bodies of its functions. You write them
     python -m tutorials.build check {folder} 1
 
 Run both in the root of the repository. `next` says which file and functions come now, and what to
-read. `check` tests what you wrote, and prints the first problem. The docstrings say what a function
-does; the chapters say why. You may add functions and files. Milestones that are right are listed in
-done.txt. At the end, `python example.py` in this folder runs on your code alone.
+read; `next {folder} 7` says it of another milestone: any order will do. `check` tests what you
+wrote, in some minutes, and prints the first problem. With `--guess N` it also tells how near your
+guess was. The docstrings say what a function does; the chapters say why. You may add functions and
+files. Milestones that are right are listed in done.txt. At the end, `python example.py` in this
+folder runs on your code alone.
 """
 
 
@@ -86,7 +88,7 @@ def assemble(folder: Path, milestone: Milestone, target: Path) -> list[str]:
                     shutil.copy(ours, path)
                 elif path.read_bytes() != ours.read_bytes():
                     own.append(module)
-    return own
+    return [*dict.fromkeys(own)]
 
 
 @dataclass
@@ -149,12 +151,14 @@ class Result:
         if self.milestone.is_last and self.problems:
             lines.append(f"in: {group.name}")
         for culprit in self.culprits:
-            lines.append(f"with our {culprit} all of these tests pass: look there")
+            lines.append(f"with our {culprit} this test passes: look there")
         lines.append(f"read: tutorials/{group.section}")
-        named = [test for test in [*self.problems][1:] if not test.endswith("::runTest")]
+        first, *named = [test for test in self.problems if not test.endswith("::runTest")] or [""]
         others = dict.fromkeys(map(title_of, named))
+        others.pop(title_of(first), None)
         if others:
-            lines.append(f"these fail, too: {'; '.join([*others][:MOST])}")
+            more = f"; and {len(others) - MOST} more" if len(others) > MOST else ""
+            lines.append(f"these fail, too: {'; '.join([*others][:MOST])}{more}")
         return lines
 
     def points(self) -> Report:
@@ -197,14 +201,14 @@ def check(folder: Path, milestone: Milestone, limit: float = LIMIT) -> Result:
         result.expect(result_of(milestone, [], counted, ""))
         result.others = others
         if result.problems and others:
-            result.culprits = culprits(milestone, target, [*result.problems], others, limit)
+            result.culprits = culprits(milestone, target, [*result.problems][:1], others, limit)
         return result
 
 
 def culprits(
     milestone: Milestone, target: Path, tests: list[str], others: list[str], limit: float
 ) -> list[str]:
-    """The student's files of other milestones which, replaced by ours, let these tests pass."""
+    """The student's files of other milestones which, replaced by ours, let the tests pass."""
 
     def passes(modules: list[str]) -> bool:
         for module in others:
@@ -291,15 +295,25 @@ def result_of(milestone: Milestone, still_open: list[str], job: dict, problem: s
     return result
 
 
-def advice(folder: Path) -> list[str]:
-    """What is done, and the milestone that comes now."""
+def is_students(folder: Path, milestone: Milestone) -> bool:
+    """Whether a file of the milestone differs from ours: with `--only`, most do not."""
+    package = folder / "nanovllm"
+    return milestone.is_last or any(
+        not (package / module).is_file()
+        or (package / module).read_bytes() != (PACKAGE / module).read_bytes()
+        for module in milestone.holes
+    )
+
+
+def advice(folder: Path, number: int | None = None) -> list[str]:
+    """What is done, and the milestone that comes now, or the one with this number."""
     done = done_in(folder)
     names = [f"{one.number} {one.name}" for one in MILESTONES if one.number in done]
     lines = [f"done: {', '.join(names) or 'nothing yet'}"]
-    todo = [one for one in MILESTONES if one.number not in done]
-    if not todo:
+    todo = [one for one in MILESTONES if one.number not in done and is_students(folder, one)]
+    if number is None and not todo:
         return [*lines, "next: the final project, in tutorials/course.md"]
-    milestone, minutes = todo[0], 0
+    milestone, minutes = todo[0] if number is None else MILESTONES[number - 1], 0
     lines.append(f"next: {milestone.number} {milestone.name}, chapter {milestone.chapter}")
     for module, names in milestone.holes.items():
         lines.append(f"write, in {folder.name}/nanovllm/{module}: {', '.join(names)}")
@@ -343,6 +357,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     making.add_argument("--only", type=int, choices=numbers[:-1], help="one milestone")
     going_on = commands.add_parser("next", help="what is done, and what to do now")
     going_on.add_argument("folder", type=Path)
+    going_on.add_argument("milestone", type=int, nargs="?", choices=numbers)
     checking = commands.add_parser("check", help="test a milestone")
     checking.add_argument("folder", type=Path)
     checking.add_argument("milestone", type=int, choices=numbers)
@@ -373,11 +388,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"now: python -m tutorials.build next {args.folder.name}")
         return 0
     if args.command == "next":
-        print("\n".join(advice(args.folder)))
+        print("\n".join(advice(args.folder, args.milestone)))
         return 0
     milestone = MILESTONES[args.milestone - 1]
     result = check(args.folder, milestone, args.limit)
-    note(args.folder, milestone, result.is_right)
+    note(args.folder, milestone, result.is_right and is_students(args.folder, milestone))
     if args.points:
         print(json.dumps(result.points().results(), indent=1))
     else:

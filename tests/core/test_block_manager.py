@@ -50,9 +50,8 @@ def test_hits_end_at_a_block_border_and_before_the_last_token(length, shared):
     manager = BlockManager(num_blocks=16, block_size=4)
     first = new_sequence(range(12))
     compute(manager, first)
-    second = new_sequence(
-        [*range(min(shared, length)), *range(100, 100 + length - min(shared, length))]
-    )
+    second = new_sequence([0 if shared else 100])  # then come tokens of its own
+    second.token_ids = [i if i < shared else 100 + i for i in range(length)]
     manager.take_prefix(second)
     assert second.num_computed_tokens == min(shared, length - 1) // 4 * 4
     assert second.block_table == first.block_table[: second.num_computed_tokens // 4]
@@ -180,7 +179,11 @@ def test_a_fork_takes_the_cached_blocks_behind_its_own():
     manager.fork(parent, longer)
     compute(manager, longer)
     assert child.prefix_ids == parent.prefix_ids == longer.prefix_ids[:-1]
-    check_blocks(manager, [parent, child, longer])
+    manager.forget_prefixes()
+    manager.fork(parent, other := new_sequence(range(13)), 4)
+    manager.take_prefix(other)
+    assert other.num_computed_tokens == 4  # nothing is found
+    check_blocks(manager, [parent, child, longer, other])
 
 
 def test_an_identity_is_never_given_again():

@@ -14,6 +14,7 @@ from fake_engine import go_on
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory import largest_step
+from nanovllm.engine import SEED_STEP
 from nanovllm.topics.checks.blocks import check_blocks
 
 BLOCK, MAX_TOKENS = 4, 12
@@ -241,13 +242,17 @@ def test_nan_in_the_cache_of_one_request_does_not_reach_another(llm, checkpoints
         block.key = block.prefix_id = None
 
 
-def test_generate_takes_one_prompt_or_many(llm, checkpoints):
+def test_generate_takes_one_prompt_or_many(llm, checkpoints, capfd):
     _, prompts, expected = checkpoints["qwen3"]
     assert token_ids(llm.generate(prompts[4], greedy_params(), use_tqdm=False)) == [expected[4]]
     assert llm.generate([], greedy_params(), use_tqdm=False) == []
     all_params = [greedy_params(length) for length in (3, 1, 2)]
     outputs = llm.generate(prompts[:3], all_params, use_tqdm=False)
     assert [len(ids) for ids in token_ids(outputs)] == [3, 1, 2]  # in the order of the prompts
+    assert not capfd.readouterr().err  # there was no bar
+    with pytest.raises(ValueError, match="is empty"):
+        llm.generate([[1], []], use_tqdm=False)
+    assert not llm.has_unfinished()
 
 
 # --- bad input: a clear error, and the engine goes on; each kind of it is in test_inputs.py ---
@@ -304,8 +309,18 @@ def test_ids_and_times(llm, monkeypatch):
     first = llm.add_request([1], greedy_params(2))
     assert not llm.scheduler.waiting  # the next step queues it
     assert llm.requests[first].arrival_time == 7.5
-    llm.add_request([2], greedy_params(2), request_id=f"{int(first) + 2}")
+    with pytest.raises(ValueError, match="still in use"):
+        llm.add_request([2], request_id=first)
+    ids = [f"{int(first) + 2}", f"{int(first) + 4}"]
+    for i, name in enumerate(ids, 1):  # the numbers behind the next ones
+        llm.add_request([2], SamplingParams(max_tokens=1), request_id=name)
+        mine = llm.requests[name]
+        assert mine.arrival == int(first) + i
+        assert mine.seed == (llm.config.seed + mine.arrival * SEED_STEP) % 2**63
     assert llm.add_request([3], greedy_params(2)) == f"{int(first) + 3}"
+    assert llm.add_request([3], greedy_params(2)) == f"{int(first) + 5}"
+    monkeypatch.setattr(llm.scheduler, "max_num_seqs", 4)
+    assert len(llm.step()) == 4  # the fifth has no token yet
     llm.generate([[4]], greedy_params(9), use_tqdm=False)  # meanwhile, the others end
     with pytest.raises(ValueError, match="still in use"):
         llm.add_request([5], greedy_params(2), request_id=first)

@@ -199,7 +199,7 @@ def test_a_path_that_is_not_a_directory(model):
         find_model(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e5m2])
 def test_quantized_weights_are_refused(directory, dtype):
     """They were loaded as numbers."""
     weights = load_file(directory / "model.safetensors")
@@ -209,6 +209,13 @@ def test_quantized_weights_are_refused(directory, dtype):
         ValueError, match=rf"safetensors: .*up_proj.weight has dtype {dtype}: use the model's unqu"
     ):
         LLM(str(directory), num_blocks=9)
+
+
+def test_weights_of_more_bits_are_rounded(directory):
+    weights = load_file(directory / "model.safetensors")
+    save_file({name: x.double() for name, x in weights.items()}, directory / "model.safetensors")
+    (output,) = LLM(str(directory), num_blocks=99).generate([[1, 2]], use_tqdm=False)
+    assert output.finished
 
 
 def test_a_special_token_in_stop_ends_the_answer():

@@ -119,14 +119,17 @@ def test_the_prompt_tokens_of_a_step_are_bounded_and_its_decodes_are_not():
         [("0", 1), ("1", 3), ("2", 2)],
         [("0", 1), ("1", 1), ("2", 1)],
     ]
+    # `left` and `sign` may change from step to step
     none_left = {
         "step_budget": lambda self: (16, self.left),
-        "running_order": lambda self, r: -r.arrival,
+        "running_order": lambda self, r: self.sign * r.arrival,
     }
-    scheduler, runner = playing(none_left | {"left": 5}, [2, 9])
+    scheduler, runner = playing(none_left | {"left": 5, "sign": -1}, [2, 9])
     assert step(scheduler, runner) == [("0", 2), ("1", 3)]
     scheduler.left = 0
     assert step(scheduler, runner) == [("0", 1)]  # it is behind one that gets no token
+    scheduler.left, scheduler.sign = 9, 1
+    assert step(scheduler, runner) == [("0", 1), ("1", 6)]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,15 @@ def test_victim(methods, victim):
     while not scheduler.num_preemptions:
         step(scheduler, runner)
     assert names(scheduler.waiting) == [victim]
+    seen = []
+    mine = {
+        "running_order": last_first,
+        "victim": lambda _, some: seen.append(names(some)) or some[0],
+    }
+    scheduler, runner = playing(mine, [4, 4, 4], max_tokens=9, num_blocks=6)
+    while not scheduler.num_preemptions:
+        step(scheduler, runner)
+    assert seen == [["1", "0"]]  # in the running order
     scheduler, runner = new_scheduler(num_blocks=7), FakeRunner(4)
     for i, (prompt, length, n) in enumerate([(7, 5, 3), (3, 9, 1), (3, 9, 1)]):
         scheduler.add(new_request(i, [i] * prompt, length, n))

@@ -141,6 +141,11 @@ def test_a_request_is_admitted_when_its_whole_prompt_fits(tokens):
         scheduler.add(new_request(i, [i] * 21, max_tokens=4))
     computed, _ = drain(scheduler, FakeRunner(4, vocab_size=50))
     assert computed == 6 * (21 + 3) and scheduler.num_preemptions == 0
+    scheduler, runner = new_scheduler(num_blocks=7, tokens=64), FakeRunner(4)
+    scheduler.add(new_request(0, 17, max_tokens=8))
+    step(scheduler, runner)
+    scheduler.add(new_request(1, 18))
+    assert len(step(scheduler, runner)) == 2  # four blocks of its prompt are in use already
 
 
 @pytest.mark.parametrize("n", [1, 3])

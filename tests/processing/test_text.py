@@ -29,10 +29,11 @@ def greedy(**kwargs) -> SamplingParams:
     return SamplingParams(temperature=0, **kwargs)
 
 
-def feed(llm, text: str, stop=()) -> tuple[list[str], str, bool]:
+def feed(llm, text: str, stop=(), min_tokens=0) -> tuple[list[str], str, bool]:
     """What a stream shows after each token of `text`, the whole text, and whether a stop string ended it."""
     output, shown, pieces, stopped = CompletionOutput(0), 0, [], False
-    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams(stop=list(stop)))
+    params = SamplingParams(stop=list(stop), min_tokens=min_tokens, max_tokens=99)
+    stream = Text(llm.tokenizer.backend_tokenizer, output, params)
     for token_id in llm.tokenizer.encode(text):
         stopped = stream.add(token_id)
         pieces.append(output.text[shown : stream.num_safe_chars])
@@ -70,6 +71,8 @@ def test_a_character_cut_off_by_the_end_is_not_shown(llm):
     for token_id in ids[:-1]:
         stream.add(token_id)
     assert len(ids) > 3 and output.text == "a"
+    stream.end()
+    assert output.text == llm.tokenizer.decode(ids[:-1]) == "a\ufffd"  # one for its three bytes
 
 
 @pytest.mark.parametrize(
@@ -90,8 +93,15 @@ def test_stop_strings_across_token_borders(llm, stop, expected):
     assert stopped == (expected != "12 + 437 = 449")
 
 
-def test_what_may_become_a_stop_string_is_held_back(llm):
-    pieces, _, _ = feed(llm, "ab ab abc", ["abcd"])
+def test_of_a_stop_string_that_comes_twice_the_first_counts(llm):
+    (twice,) = llm.tokenizer.encode(" little")
+    assert llm.tokenizer.decode([twice]).count("t") == 2
+    assert feed(llm, "a little", ["t"])[1] == "a li"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 99])
+def test_what_may_become_a_stop_string_is_held_back(llm, min_tokens):
+    pieces, _, _ = feed(llm, "ab ab abc", ["abcd"], min_tokens)
     shown = ""
     for piece in pieces[:-1]:
         shown += piece

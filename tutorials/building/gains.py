@@ -129,7 +129,8 @@ class Gain(NamedTuple):
         lines = [f"{self.question} {self.without}: {before:.4g} {self.unit}"]
         if guess is None:
             return [*lines, "guess the number with your code, and check again with --guess N"]
-        return [*lines, f"with your code: {after:.4g} {self.unit}; your guess was {guess:.4g}"]
+        said = f"with your code: {after:.4g} {self.unit}; your guess was {guess:.4g}"
+        return [*lines, said if guess == after else f"{said}, {guess / after:.2g} times that"]
 
 
 GAINS = {
