@@ -311,16 +311,15 @@ def test_ids_and_times(llm, monkeypatch):
     assert llm.requests[first].arrival_time == 7.5
     with pytest.raises(ValueError, match="still in use"):
         llm.add_request([2], request_id=first)
-    ids = [f"{int(first) + 2}", f"{int(first) + 4}"]
+    ids = [f"{int(first) + 3}", f"{int(first) + 4}"]
     for i, name in enumerate(ids, 1):  # the numbers behind the next ones
         llm.add_request([2], SamplingParams(max_tokens=1), request_id=name)
         mine = llm.requests[name]
         assert mine.arrival == int(first) + i
         assert mine.seed == (llm.config.seed + mine.arrival * SEED_STEP) % 2**63
-    assert llm.add_request([3], greedy_params(2)) == f"{int(first) + 3}"
     assert llm.add_request([3], greedy_params(2)) == f"{int(first) + 5}"
-    monkeypatch.setattr(llm.scheduler, "max_num_seqs", 4)
-    assert len(llm.step()) == 4  # the fifth has no token yet
+    monkeypatch.setattr(llm.scheduler, "max_num_seqs", 3)
+    assert len(llm.step()) == 3  # the fourth has no token yet
     llm.generate([[4]], greedy_params(9), use_tqdm=False)  # meanwhile, the others end
     with pytest.raises(ValueError, match="still in use"):
         llm.add_request([5], greedy_params(2), request_id=first)
