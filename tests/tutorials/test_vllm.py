@@ -1,5 +1,5 @@
 """What the book says is in vLLM is there: files and symbols of the tables "The same in vLLM" and of
-`reading_vllm.md` are in the list that `tutorials/measure/vllm_symbols.py` made. What the tables name on our side is there, too.
+`reading_vllm.md` are in the list that `measure.vllm_symbols` made (tutorials/measure/README.md). What the tables name on our side is there, too.
 
 Run: pytest tests/tutorials/test_vllm.py [-k 03_scheduler] [--slow]
 """
