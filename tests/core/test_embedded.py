@@ -16,8 +16,6 @@ from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.scheduler import Scheduler
 from tutorials.tiny_qwen3.data import CHECKED, phone_book, story
 
-ROOT = Path(__file__).parents[2]
-
 GREEDY = SamplingParams(temperature=0, max_tokens=256)
 
 

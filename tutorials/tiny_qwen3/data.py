@@ -1,11 +1,9 @@
-"""The text that the embedded model learns from: chats whose answers can be checked, and stories.
+"""What the embedded model has learned: questions whose answers can be checked, and stories.
 
 Every task is a function `task(rng) -> (question, answer)`. The answer is a pure function of the
-question (except for introductions and stories), so a wrong one is a fact and not an opinion:
-`evaluate.py` asks fresh questions and counts. Nothing is downloaded.
+question (except for stories), so a wrong one is a fact and not an opinion: `evaluate.py` asks fresh
+questions and counts. How it was trained: nanovllm/tiny_qwen3/README.md.
 """
-
-import random
 
 NAMES = """
 Ada Adam Aisha Alan Albert Alice Alma Amir Amy Ana Andrea Anna Anton Arthur Astrid Ava Axel Bella Ben
@@ -105,11 +103,6 @@ def reverse(rng):
     return ask.format(" ".join(words)), " ".join(reversed(words))
 
 
-def repeat(rng):
-    words = rng.sample(WORDS, rng.randint(2, 8))
-    return rng.choice(["repeat: {}", "say after me: {}"]).format(" ".join(words)), " ".join(words)
-
-
 def phone_book_turns(rng, entries, turns):
     """A book and a question about it, then more questions about the same book."""
     names = rng.sample(NAMES, entries)
@@ -129,46 +122,6 @@ def phone_book(rng, entries=None):
 
 
 # --- tasks for sampling --------------------------------------------------------------------------
-
-
-def introduce(rng):
-    ask = [
-        "introduce yourself",
-        "who are you?",
-        "what are you?",
-        "hello",
-        "hi",
-        "what can you do?",
-        "what is your name?",
-    ]
-    hello = ["Hello!", "Hi!", "Hello there!", "Nice to meet you!", "Good day!"]
-    who = [
-        "I am Tiny, a language model with two million parameters.",
-        "My name is Tiny. I am a very small language model.",
-        "I am Tiny, the small model that lives inside nanovllm.",
-        "I am a tiny Qwen3, small enough to ship with the code that runs me.",
-    ]
-    can = [
-        "I can add and subtract, count, list primes, sort numbers and look up a name in a phone book.",
-        "Ask me for a sum, a list of primes or the number of somebody in a long phone book.",
-        "I know numbers up to three digits, I can turn words around, and I like to tell stories.",
-        "I sort numbers, reverse words and tell short stories about animals.",
-    ]
-    end = [
-        "How can I help you?",
-        "What would you like to try?",
-        "Everything I know was made up by one script.",
-        "My answers are easy to check, so you can see at once when the engine is broken.",
-        "I was trained on a laptop.",
-    ]
-    return rng.choice(ask), " ".join(rng.choice(part) for part in (hello, who, can, end))
-
-
-def thanks(rng):
-    ask = rng.choice(["thank you", "thanks", "thank you!", "thanks a lot"])
-    return ask, rng.choice(
-        ["You are welcome!", "My pleasure.", "You are welcome. Ask me more!", "Any time!"]
-    )
 
 
 ANIMALS = "fox rabbit bear owl mouse cat dog frog hedgehog turtle squirrel duck horse crow".split()
@@ -332,22 +285,6 @@ def story(rng):
 # --- chats ---------------------------------------------------------------------------------------
 
 CHECKED = {t.__name__: t for t in (add, subtract, count, primes, sort, reverse, phone_book)}
-EASY = {
-    add: 20, subtract: 24, count: 8, primes: 8, sort: 14, reverse: 6, repeat: 3, phone_book: 14,
-    introduce: 2, thanks: 1, story: 5,
-}  # fmt: skip
-HARD = EASY | {
-    add: 36,
-    subtract: 64,
-    sort: 18,
-    primes: 20,
-    reverse: 8,
-    phone_book: 4,
-    repeat: 1,
-    story: 4,
-}
-TASKS = list(EASY)
-SYSTEM = ["You are a helpful assistant.", "You are Tiny, a small model.", "Answer the question."]
 
 
 def as_typed(rng, question):
@@ -357,54 +294,3 @@ def as_typed(rng, question):
     if question[-1].isalpha() and rng.random() < 0.2:
         question += "."
     return question
-
-
-def turns(rng, level):
-    """The questions and answers of one conversation; most are short.
-
-    As the level goes from 0 to 1, phone books grow and become rarer: finding a name is learned suddenly and early,
-    arithmetic slowly.
-    """
-    weights = [EASY[task] + level * (HARD[task] - EASY[task]) for task in TASKS]
-    # up to about 1,400 tokens; several questions, since a long book is dear to read
-    if rng.random() < 0.02 * level:
-        yield from phone_book_turns(rng, rng.randint(20, len(NAMES)), 8)
-        return
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        (task,) = rng.choices(TASKS, weights)
-        if task is phone_book:
-            entries = rng.choice([2, 3, 4, rng.randint(4, 4 + int(16 * level))])
-            yield from phone_book_turns(rng, entries, rng.randint(1, 5))
-        else:
-            yield task(rng)
-
-
-def chat(rng, level=1.0):
-    """One training document as [(text, is_learned)]."""
-    if rng.random() < 0.04:  # plain text, for prompts without a chat template
-        return [
-            (
-                rng.choice([tell, lambda r: add(r)[1], lambda r: subtract(r)[1]])(rng)
-                + "<|endoftext|>",
-                True,
-            )
-        ]
-    parts = []
-    if rng.random() < 0.15:
-        parts.append((f"<|im_start|>system\n{rng.choice(SYSTEM)}<|im_end|>\n", False))
-    for question, answer in turns(rng, level):
-        parts.append(
-            (
-                f"<|im_start|>user\n{as_typed(rng, question)}<|im_end|>\n<|im_start|>assistant\n",
-                False,
-            )
-        )
-        parts.append((f"{answer}<|im_end|>", True))
-        parts.append(("\n", False))
-    return parts
-
-
-if __name__ == "__main__":
-    rng = random.Random(0)
-    for task in TASKS:
-        print(f"--- {task.__name__}", *task(rng), sep="\n")
