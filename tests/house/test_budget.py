@@ -23,8 +23,8 @@ def size_of_file(name: str) -> Size:
 
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
-CORE = (2_630, 23_360)  # the root, layers and models, on one backend, of one family
-WHOLE_PACKAGE = (13_180, 121_200)
+CORE = (2_620, 23_340)  # the root, layers and models, on one backend, of one family
+WHOLE_PACKAGE = (13_120, 120_460)
 ALL_LINES = 66_300  # of all Python files, comments and docstrings too: it may only fall
 OTHERS = ("numba", "triton", "experts")  # what a dense prompt with PyTorch's backend does not load
 
