@@ -173,8 +173,8 @@ class BlockManager:
 
     def cache_full_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Caches the full blocks of the sequence's first `num_tokens` tokens: from now on, other
-        sequences find them. What is not computed yet must be computed by the step that is being
-        planned.
+        sequences find them. Blocks whose tokens are not all computed yet are `unwritten`: the step
+        that is being planned computes them.
 
         If a block with this key is cached already, it stays, and the sequence takes over its
         prefix_id. Other sequences may share the blocks in the same step, because a layer stores the
@@ -201,7 +201,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes
         they follow. A block that cannot be found is reused before all cached ones. The sequence has
-        computed nothing then."""
+        computed nothing then, and has new, empty lists."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1

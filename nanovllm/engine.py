@@ -202,7 +202,7 @@ class LLM:
         ValueError for a list of another length: "2 prompts, but 1 priorities".
 
         If the engine fails on a request, its exception is raised after the other requests have
-        ended.
+        ended. If the call is interrupted, its requests are aborted.
         """
         prompts = [prompts] if is_one_prompt(prompts) else prompts
         all_params = for_each("sampling params", sampling_params, prompts)

@@ -254,8 +254,8 @@ def new_model(
 
 
 def destinations(model: nn.Module) -> dict[str, tuple]:
-    """The place of each tensor of the checkpoint: its module, the parameter's name there ("weight"
-    or "bias"), and a slice of rows. Biases of merged matrices are cut like the weights. A tied head
+    """The place of each tensor of the checkpoint: its module, the parameter's name there (such as
+    "weight"), and a slice of rows. Biases of merged matrices are cut like the weights. A tied head
     is left out."""
     table = {}
     for name, _ in model.named_parameters():  # which names a tensor once

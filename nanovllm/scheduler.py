@@ -196,9 +196,9 @@ class Scheduler:
             self.commit(self.tokens_to_compute(request, schedule), schedule)
 
     def _fits(self, request: Request) -> bool:
-        """Whether `max_num_seqs` and the free blocks leave room for the request. Some blocks are
-        reserved: int(watermark * blocks) if a request runs, and what running requests will need at
-        their fork."""
+        """Whether `max_num_seqs` and the free blocks leave room for the request. Each request
+        counts with its `most_sequences`. Some blocks are reserved: int(watermark * blocks) if a
+        request runs, and what running requests will need at their fork."""
         manager = self.block_manager
         num_seqs = sum(r.most_sequences for r in [*self.running, request])
         # for samples that will fork from a running request
@@ -211,10 +211,11 @@ class Scheduler:
         computed in chunks: otherwise the request would soon be preempted in the middle of its
         prompt. Tokens that are cached or on the host are not computed again.
 
-        In this order: the first sequence takes its prefix, then what the host has; for several
-        sequences, `groups.share` finds the tokens that they have in common; at the first admission,
-        hits and prompt tokens are counted; host blocks are freed; blocks are allocated. A single
-        sequence has its own blocks, so `has_forked` is True; for several, `groups.fork` sets it.
+        In this order: the first unfinished sequence takes its prefix, then what the host has; for
+        several sequences, `groups.share` finds the tokens that they have in common; at the first
+        admission, hits and prompt tokens are counted; host blocks are freed; blocks are allocated.
+        A single sequence has its own blocks, so `has_forked` is True; for several, `groups.fork`
+        sets it.
         Raises ScheduleError for `next_waiting` if the request does not wait: see check_choice.
         """
         check_choice(self, "next_waiting", request, self.waiting)
@@ -269,7 +270,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Frees the blocks of all sequences of a running request, and queues the request again. Its
         blocks go to host memory if there is room; otherwise their tokens are recomputed. Resets
-        `has_forked`. Raises ScheduleError if the request does not run: see check_choice."""
+        `has_forked`. Raises ScheduleError for `preempt` if the request does not run: see
+        check_choice."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
         if self.block_manager.host_ref_counts and self.should_swap(request):

@@ -71,7 +71,9 @@ class Text:
 
     def _cut(self, text: str, before: int) -> tuple[str, bool]:
         """The text up to the first stop string that ends behind `before` characters, and whether
-        there is one. If not, what may be the start of a stop string is not safe to show."""
+        there is one: then it is `output.stop_reason`, and stays in the text if
+        `include_stop_str_in_output`. If not, what may be the start of a stop string is not safe to
+        show."""
         stops = self.params.stop or ()
         found = []
         if len(self.token_ids) > self.params.min_tokens:
