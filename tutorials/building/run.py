@@ -83,6 +83,8 @@ def sentence(item: pytest.Item, error: BaseException, package: Path) -> str:
     is_whole = lines and lines[-1].startswith("assert ") and not lines[-1].endswith("(")
     if isinstance(error, AssertionError) and is_whole:
         said = f"`{short(lines[-1].removeprefix('assert '))}`: {said}"
+    elif lines and said.startswith("the test: "):
+        said = f"`{short(lines[-1])}`: {said.removeprefix('the test: ')}"
     if item.nodeid.endswith("::runTest"):  # of hypothesis.stateful
         return said
     return f"{title_of(item.nodeid)}{f' ({given})' if given else ''}: {said}"
@@ -159,11 +161,13 @@ class Events:
             others = [key for key in left if key in right and left[key] != right[key]]
             if others:
                 left, right = ({key: one[key] for key in others} for one in (left, right))
-        if holds(op, left, right):
-            return [f"{short(left)} {op} {short(right)} holds"]
+        is_true = holds(op, left, right)
+        left, right = short(repr(left)), short(repr(right))
+        if is_true:
+            return [f"{left} {op} {right} holds"]
         if op == "==":
-            return [f"got {short(left)}, expected {short(right)}"]
-        return [f"{short(left)} {op} {short(right)} does not hold"]
+            return [f"got {left}, expected {right}"]
+        return [f"{left} {op} {right} does not hold"]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
