@@ -27,6 +27,7 @@ SMALL = {
     "full_attention_interval": 2,
     "vocab_size": 512,
 }
+FEW_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64}
 QWEN3_5 = {  # in which Qwen3.5-0.8B differs from Qwen3-0.6B
     "model_type": "qwen3_5_text",
     "intermediate_size": 3584,
@@ -100,7 +101,8 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
     copied = bytes_per_second(device, is_small)
     facts: dict = {"shape": name, "copy_gb_per_second": copied / 1e9}
     layers = 2 if name == "hybrid" else 1  # one of each kind
-    shape |= SMALL | {"num_hidden_layers": layers} if is_small else {}
+    if is_small:
+        shape |= SMALL | {"num_hidden_layers": layers} | (FEW_EXPERTS if name == "moe" else {})
     with TemporaryDirectory() as folder:
         write_model(Path(folder), shape, device)
         llm = LLM(folder, **options)

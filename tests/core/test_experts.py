@@ -73,7 +73,7 @@ def counts_of(pairs: Pairs):
     return pairs.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
-SHAPES = [(1, 8, 3), (3, 1, 1), (40, 3, 2), (9, 5, 5), (70, 128, 8), (40, 16, 4)]
+SHAPES = [(1, 8, 3), (3, 1, 1), (40, 3, 2), (9, 5, 5), (70, 32, 8), (40, 16, 4)]
 
 
 def exact_product(x, matrices, pairs: Pairs):
