@@ -447,7 +447,7 @@ def test_what_was_in_flight_when_all_were_aborted_is_dropped():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "folder",
-    ["core/test_[cefpr]*.py", "decoding", "swapping", "processing"],
+    ["core/test_[cefpr]*.py", "swapping", "processing"],
 )
 def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight(folder):
     check_with("overlap_default", [folder if "." in folder else f"{folder}/test_*.py"])

@@ -93,7 +93,7 @@ def random_overrides(rng: random.Random) -> dict:
 
 @pytest.mark.slow(but_every=20)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(30))  # seeds to 99 have passed
+@pytest.mark.parametrize("seed", range(20))  # seeds to 99 have passed
 def test_random_configurations_equal_transformers(seed, family, tmp_path):
     """Scarce memory, preemption, chunks of 1 to 64 tokens, several samples, and company."""
     rng = random.Random(seed)

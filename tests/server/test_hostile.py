@@ -544,7 +544,7 @@ def test_no_body_whatsoever_breaks_the_server(expected, pytestconfig):
         cases = st.sampled_from(often).flatmap(lambda path: st.tuples(st.just(path), bodies[path]))
 
         @settings(
-            max_examples=int(os.environ.get("BODIES", 500 if is_slow else 60)),
+            max_examples=int(os.environ.get("BODIES", 250 if is_slow else 60)),
             deadline=None,
             database=None,
             derandomize=True,
