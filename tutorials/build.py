@@ -30,7 +30,7 @@ from tutorials.building.milestones import MILESTONES, POINTS, Group, Milestone, 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
 LIMIT = 1800.0  # seconds for a milestone, on a slow laptop, and for the last one, too
-LONGEST = 60  # seconds of a test
+LIMIT_OF_A_TEST = 60  # seconds
 MOST = 5  # failed tests whose names are printed
 NOT_COPIED = shutil.ignore_patterns("__pycache__")
 DONE = "done.txt"  # in the student's folder: the milestones that are right
@@ -231,7 +231,7 @@ def job_of(milestone: Milestone, target: Path, report: Path) -> dict:
     modules = [f"nanovllm.{name}" for name in names] or ["nanovllm.engine"]
     job = {"folder": f"{target}", "report": f"{report}", "secret": secrets.token_hex()}
     job |= {"modules": modules, "tests": milestone.tests, "has_numba": milestone.has_numba}
-    return job | {"milestone": milestone.number, "measures": True, "limit": LONGEST}
+    return job | {"milestone": milestone.number, "measures": True, "limit": LIMIT_OF_A_TEST}
 
 
 def start(job: dict, *options: str) -> subprocess.Popen:

@@ -111,10 +111,6 @@ class Repairs(logging.Handler):
             self.seen.append(said)
 
 
-def too_long(*_: Any) -> None:
-    raise TimeoutError("it still runs, after the longest time of a test")
-
-
 class Events:
     """A plugin of pytest that writes what happens. Each line begins with a secret word, which the
     student's code is not told."""
@@ -135,6 +131,9 @@ class Events:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid.startswith(self.tests)]
 
+    def too_long(self, *_: Any) -> None:
+        raise TimeoutError(f"it still runs after {self.limit} s")
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.write(collected=[item.nodeid for item in session.items])
 
@@ -147,7 +146,7 @@ class Events:
         no step may fail."""
         self.repairs.seen.clear()
         if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, too_long)
+            signal.signal(signal.SIGALRM, self.too_long)
             signal.setitimer(signal.ITIMER_REAL, self.limit)
         try:
             yield
