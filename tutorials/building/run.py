@@ -147,7 +147,8 @@ class Events:
         self.repairs.seen.clear()
         if hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, self.too_long)
-            signal.setitimer(signal.ITIMER_REAL, self.limit)
+            # again and again: hypothesis runs an example that fails once more
+            signal.setitimer(signal.ITIMER_REAL, self.limit, self.limit)
         try:
             yield
         finally:
