@@ -71,6 +71,12 @@ def holes_in(path: Path) -> list[str] | None:
         return None
 
 
+def differs(folder: Path, module: str) -> bool:
+    """Whether this file is not as in our package, or not there."""
+    path = folder / "nanovllm" / module
+    return not path.is_file() or path.read_bytes() != (PACKAGE / module).read_bytes()
+
+
 def assemble(folder: Path, milestone: Milestone, target: Path) -> list[str]:
     """Copies the student's package. A file of another milestone that has open holes is ours. In a
     file that both have holes in, the open functions of the other are ours. Returns the other files
@@ -87,7 +93,7 @@ def assemble(folder: Path, milestone: Milestone, target: Path) -> list[str]:
                         path.write_text(filled(path, missing, ours), encoding="utf-8")
                 elif found != []:
                     shutil.copy(ours, path)
-                elif path.read_bytes() != ours.read_bytes():
+                elif differs(target, module):
                     own.append(module)
     return [*dict.fromkeys(own)]
 
@@ -298,12 +304,7 @@ def result_of(milestone: Milestone, still_open: list[str], job: dict, problem: s
 
 def is_students(folder: Path, milestone: Milestone) -> bool:
     """Whether a file of the milestone differs from ours: with `--only`, most do not."""
-    package = folder / "nanovllm"
-    return milestone.is_last or any(
-        not (package / module).is_file()
-        or (package / module).read_bytes() != (PACKAGE / module).read_bytes()
-        for module in milestone.holes
-    )
+    return milestone.is_last or any(differs(folder, module) for module in milestone.holes)
 
 
 def advice(folder: Path, number: int | None = None) -> list[str]:
