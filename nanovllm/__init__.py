@@ -6,12 +6,13 @@ module is loaded when its name is asked for (PEP 562), so importing nanovllm loa
 
 from importlib import import_module
 
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import SamplingParams
 
 SIMULATOR = "nanovllm.topics.simulator"  # chapter 14
 ROUTER = "nanovllm.topics.routing.router"  # chapter 19
 LATE = {
     "LLM": "nanovllm.engine",
+    "BeamSearchParams": "nanovllm.topics.decoding.beam_search",  # chapter 13
     "StructuredOutputsParams": "nanovllm.topics.decoding.structured",  # chapter 17
     "Job": f"{SIMULATOR}.jobs",
     "Run": f"{SIMULATOR}.jobs",
@@ -24,7 +25,7 @@ LATE = {
     "PrefixAffinity": ROUTER,
 }
 
-__all__ = ["BeamSearchParams", "SamplingParams", *LATE]
+__all__ = ["SamplingParams", *LATE]
 
 
 def __getattr__(name):

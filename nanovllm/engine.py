@@ -20,7 +20,6 @@ from nanovllm.loader import find_model, load_config, load_generation_config, loa
 from nanovllm.model_runner import ModelRunner, Runner
 from nanovllm.models.dense import has_states
 from nanovllm.options import refusal
-from nanovllm.overlap import Launched, pending, reads_first
 from nanovllm.processing.inputs import (
     AllParams,
     Conversations,
@@ -37,8 +36,8 @@ from nanovllm.processing.states import Reader, RequestState, RequestStates
 from nanovllm.processing.stats import Counts, stats_of
 from nanovllm.processing.turns import Turns
 from nanovllm.recovery import Recovery
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.schedule import Schedule, ScheduleError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import Drawn, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
@@ -156,21 +155,16 @@ class LLM:
         return self.states.take() if report else []
 
     def _step(self) -> None:
-        """Plans a step, launches it, and delivers its tokens. With overlap, it launches the next
-        step before it reads the tokens, so that the device does not wait (chapter 11). Without
-        unfinished requests, it does nothing more than settle what has come in. A step that fails is
-        not counted."""
+        """Plans a step, computes it, and delivers its tokens. Without unfinished requests, it does
+        nothing more than settle what has come in. A step that fails is not counted."""
         self.inbox.settle()  # new requests and aborts take effect here
         if not self.states.unfinished:
             return
         start = time.perf_counter()
         with self.recovery.of_step():  # an exception ends at most the request that caused it
-            step = self.recovery.in_flight or self._launch()
-            assert step is not None, "nothing runs, so the first waiting request fits"
-            self.recovery.in_flight = self._launch_behind(step) if self.overlaps else None
-            self.recovery.schedule = step.schedule
-            self.planner.update(step.schedule, *step.read())
-            self._deliver(step.schedule)
+            schedule, drawn = self._plan_and_run()
+            self.planner.update(schedule, *drawn)
+            self._deliver(schedule)
         if self.recovery.schedule is not None:  # the step has not failed
             self._count(self.recovery.schedule, time.perf_counter() - start)
 
@@ -245,10 +239,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompts, params: BeamSearchParams | None = None, use_tqdm: bool = True
+        self, prompts: Prompts, params: Any = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Returns the most likely outputs for each prompt, best first. All methods except `stream`
         also take BeamSearchParams."""
+        from nanovllm.topics.decoding.beam_search import BeamSearchParams  # chapter 13
+
         params = BeamSearchParams() if params is None else params
         if not isinstance(params, BeamSearchParams):
             raise refusal("params", params, "it must be BeamSearchParams")
@@ -365,28 +361,17 @@ class LLM:
         if state.output.error is not None:
             raise state.output.error
 
-    def _launch(self) -> Launched | None:
-        """Plans a step, and lets the device start it. Returns None if there is nothing to compute:
-        all that runs ends with its pending token."""
-        schedule = self.planner.schedule()
-        if not schedule.items:
-            return None
-        self.recovery.schedule = schedule
-        return Launched(schedule, self.runner.launch(schedule))
+    def _plan_and_run(self) -> tuple[Schedule, Drawn]:
+        """A step, and its tokens. With overlap, the next step is launched before they are read, so
+        that the device does not wait."""
+        if self.overlaps or self.recovery.in_flight is not None:
+            from nanovllm.device.overlap import run_ahead  # chapter 11
 
-    def _launch_behind(self, step: Launched) -> Launched | None:
-        """Launches the next step while the device computes this one, if it can be planned without
-        the tokens of this one."""
-        # a suspect runs alone, without overlap: if it fails, its last token has been read
-        if self.recovery.suspects or reads_first(self.scheduler, step.schedule):
-            return None
-        if not step.schedule.has_advanced:
-            self.scheduler.advance(step.schedule)
-        with pending(step.schedule):
-            behind = self._launch()
-        if behind is not None:  # now: tokens that are read next may free its blocks
-            self.scheduler.advance(behind.schedule)
-        return behind
+            return run_ahead(self.scheduler, self.runner, self.recovery, self.overlaps)
+        schedule = self.planner.schedule()
+        assert schedule.items, "nothing runs, so the first waiting request fits"
+        self.recovery.schedule = schedule
+        return schedule, self.runner.launch(schedule)()
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.

@@ -15,8 +15,7 @@ from torch import Tensor
 from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
 from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
-from nanovllm.device.cuda_graphs import StepGraphs
-from nanovllm.device.memory import keep_freed_memory, largest_step, memory_left, warm_up_steps
+from nanovllm.device.heap import keep_freed_memory
 from nanovllm.device.onednn import use_onednn
 from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
@@ -120,6 +119,8 @@ class ModelRunner:
 
     def _memory_left(self, config: Config) -> int:
         """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
+        from nanovllm.device.memory import largest_step, memory_left
+
         self.kv_cache = self.shape.new_cache(1, self.device)
         new_graphs = self._new_graphs if self.has_graphs else None
         largest = partial(self.launch, largest_step(self.limits, self.shape.block_size))
@@ -152,14 +153,18 @@ class ModelRunner:
         logger.info("KV cache: %s", size)
 
     def _new_graphs(self) -> Any:
-        if vars(self.ops)["__name__"].endswith("numba_ops"):
+        if self.ops.NAME == "numba":
             from nanovllm.device.numba_graphs import bind
 
             return bind(self.model, self.kv_cache, self.threads)
+        from nanovllm.device.cuda_graphs import StepGraphs
+
         return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
+        from nanovllm.device.memory import warm_up_steps
+
         for schedule in warm_up_steps(self.limits, self.shape.block_size, self.dtype):
             self.launch(schedule)
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nanovllm.options import (
     ABOVE_0,
@@ -34,8 +34,15 @@ def is_bias(value: object) -> bool:
     )
 
 
+class RequestParams(Options):
+    """Base of SamplingParams and BeamSearchParams (topics/decoding)."""
+
+    sampling_params: Any  # () -> what the scheduler and the sampler read
+    new_request: Any  # (*fields) -> a request of another kind
+
+
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(Options):
+class SamplingParams(RequestParams):
     n: int = 1
     """Number of outputs per prompt."""
 
@@ -185,45 +192,10 @@ class SamplingParams(Options):
         changed = [name for name in self.CHANGE_LOGITS if getattr(self, name)]
         return self.repetition_penalty != 1 or bool(changed)
 
+    def sampling_params(self) -> "SamplingParams":
+        """Itself: other kinds of parameters, such as BeamSearchParams, give what they come to."""
+        return self
+
     def clone(self) -> "SamplingParams":
         """A copy. For other values: dataclasses.replace(params, top_k=5)."""
         return replace(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(Options):
-    beam_width: int = 4
-    """Number of beams kept after each step, and of results."""
-
-    max_tokens: int = 256
-    """Maximum tokens to generate."""
-
-    length_penalty: float = 1.0
-    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long
-    results."""
-
-    early_stopping: bool | str = False
-    """When the search ends: True, as soon as there are `beam_width` results; False, when a better
-    one is unlikely; "never", only when a better one is impossible."""
-
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence tokens."""
-
-    RULES: ClassVar[dict[str, Rule]] = {
-        "beam_width": POSITIVE,
-        "max_tokens": POSITIVE,
-        "length_penalty": number(-10, 10),
-        "early_stopping": Rule(
-            lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"
-        ),
-    }
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
-
-    def sampling_params(self) -> SamplingParams:
-        """The search as sampling parameters, for code that does not treat searches differently."""
-        return SamplingParams(
-            n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
-        )

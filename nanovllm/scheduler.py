@@ -243,8 +243,8 @@ class Scheduler:
 
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
         """The missing tokens of each of the request's sequences, as many as the budgets allow. The
-        last token of a full answer is never fed to the model, even if it is pending (overlap.py).
-        For several sequences see groups.tokens_to_compute."""
+        last token of a full answer is never fed to the model, even if it is pending: see
+        device/overlap.py. For several sequences see groups.tokens_to_compute."""
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
@@ -255,8 +255,8 @@ class Scheduler:
 
     def commit(self, items: list[Item], schedule: Schedule) -> None:
         """Allocates blocks for each item, caches the blocks that become full, and adds the item to
-        the schedule. A block whose last token is pending (a negative id: overlap.py) is not cached
-        yet."""
+        the schedule. A block whose last token is pending, a negative id, is not cached yet: see
+        device/overlap.py."""
         manager = self.block_manager
         for item in items:
             seq, start, num_tokens = item

@@ -59,7 +59,7 @@ class Sequence:
         return (self.request.seed + self.index * 0x9E3779B97F4A7C15) % 2**63
 
     def forget_pending(self) -> None:
-        """Takes away a pending token, if it has one (overlap.py)."""
+        """Takes away a pending token, if it has one (device/overlap.py)."""
         if self.token_ids[-1] < 0:
             self.token_ids.pop()
 

@@ -1,6 +1,5 @@
 """Memory: how much a GPU has left for the KV cache, and the steps that try it out."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -13,17 +12,6 @@ from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
 
 NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc, if it is there, to keep large freed tensors, which it would return at once.
-
-    The next step would have to fault all their pages in again.
-    """
-    # pythonapi exists on each system; it finds what is in Python and in the C library below it
-    if hasattr(ctypes.pythonapi, "mallopt"):
-        ctypes.pythonapi.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of free memory
-        ctypes.pythonapi.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 32 MiB is the maximum
 
 
 # --- what a GPU has left, measured on a cache of one block ---

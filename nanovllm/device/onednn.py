@@ -1,12 +1,12 @@
 """oneDNN: linear layers on a CPU, with weights in a layout of its own. The operators are PyTorch's
 private ones."""
 
-import ctypes
 from functools import partial
 
 import torch
 from torch import nn
 
+from nanovllm.device.heap import trim
 from nanovllm.layers.linear import Linear
 
 NOTHING_AFTER = {"attr": "none", "scalars": [], "algorithm": ""}  # no activation after the product
@@ -34,12 +34,6 @@ def use_onednn(linear: Linear) -> None:
     linear.product = product
     linear.weight = nn.Parameter(weight, requires_grad=False)
     trim()
-
-
-def trim() -> None:
-    """Gives memory back that glibc would keep: that of the first form of a weight."""
-    if hasattr(ctypes.pythonapi, "malloc_trim"):
-        ctypes.pythonapi.malloc_trim(0)
 
 
 def onednn_is_faster(dtype: torch.dtype) -> bool:

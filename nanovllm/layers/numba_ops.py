@@ -27,6 +27,7 @@ from nanovllm.layers.numba_kernels import (
 )
 from nanovllm.layers.ops import Norm
 
+NAME = "numba"
 CAN_BE_RECORDED = True  # see numba_step.py
 IS_COMPILED = True
 SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start

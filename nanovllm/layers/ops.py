@@ -18,6 +18,7 @@ Norms = tuple[Norm, Norm]  # of queries and of keys
 
 
 class Ops(Protocol):
+    NAME: str  # as in Config.attention_backend
     # whether shapes alone decide what is launched, so that a CUDA graph may replay it
     CAN_BE_RECORDED: bool
     # whether kernels are compiled when they first run: better before there are requests

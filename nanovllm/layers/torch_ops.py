@@ -13,6 +13,7 @@ from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
 
+NAME = "torch"
 CAN_BE_RECORDED = False  # attention reads lengths on the CPU
 IS_COMPILED = False
 layout = Layout

@@ -17,6 +17,7 @@ from nanovllm.layers.triton_attention import paged_attention as paged_attention
 from nanovllm.layers.triton_int8 import store_int8
 from nanovllm.layers.triton_sampler import sample as sample
 
+NAME = "triton"
 CAN_BE_RECORDED = True
 IS_COMPILED = True
 

@@ -70,7 +70,7 @@ class Experts(nn.Module):
         hidden = config.hidden_size
         size = config.moe_intermediate_size
         count = config.num_experts
-        product = choose_product(ops.__name__)  # type: ignore[attr-defined]
+        product = choose_product(ops.NAME)
         self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, product)
         self.down_proj = Stack(size, {"down_proj": hidden}, count, product)
 
@@ -161,11 +161,11 @@ class ExpertsModel(DenseModel):
 
 def choose_product(backend: str) -> Callable:
     """The grouped product of a backend: x [T, in], matrices [E, out, in] and pairs -> [P, out]."""
-    if backend.endswith("numba_ops"):
+    if backend == "numba":
         from nanovllm.layers import numba_experts
 
         return numba_experts.product
-    if backend.endswith("triton_ops"):
+    if backend == "triton":
         from nanovllm.layers import triton_experts
 
         return triton_experts.product

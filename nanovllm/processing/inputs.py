@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.options import PromptTooLong, is_int, is_text, refusal, shown
 from nanovllm.processing.messages import Conversation, Prompt, is_conversation, unwrapped
-from nanovllm.sampling_params import LARGEST_COUNT, BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import LARGEST_COUNT, RequestParams, SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Conversations = Conversation | list[Conversation]
 Prompts = Prompt | Sequence[Prompt]
-Params = SamplingParams | BeamSearchParams
+Params = RequestParams
 AllParams = Params | list[Params] | None  # one for all prompts, or one for each
 
 
@@ -61,10 +61,10 @@ class Inputs:
     ) -> Request:
         """Raises ValueError with the name of the wrong argument, its value, and what is allowed."""
         params = self.default_params if params is None else params
-        if not isinstance(params, Params):
+        if not isinstance(params, RequestParams):
             allowed = "it must be SamplingParams or BeamSearchParams"
             raise refusal("sampling_params", params, allowed)
-        sampling = params.sampling_params() if isinstance(params, BeamSearchParams) else params
+        sampling = params.sampling_params()
         if request_id is not None and not is_text(request_id):
             raise refusal("request_id", request_id, "it must be a string, and not empty")
         if not is_int(priority, -LARGEST_COUNT, LARGEST_COUNT):
@@ -82,12 +82,7 @@ class Inputs:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.check_ids(name, getattr(sampling, name) or [])
         fields = (request_id or "", text, token_ids, sampling, self.eos_token_ids)
-        request = Request(*fields)
-        if isinstance(params, BeamSearchParams):
-            from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch  # chapter 13
-
-            search = BeamSearch(params, request.stop_token_ids, params.max_tokens)
-            request = BeamRequest(*fields, search=search)
+        request = Request(*fields) if params is sampling else params.new_request(*fields)
         if sampling.stop:
             self.stop_at_special_tokens(request)
         request.user_priority = priority
@@ -118,16 +113,17 @@ class Inputs:
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""
-        content = prompt if isinstance(prompt, str) else unwrapped(prompt)
+        content = unwrapped(prompt)
         if isinstance(content, list):
             return None, content
         if self.tokenizer is None:
             no_tokenizer = f"model={self.model!r} has no tokenizer, so pass token ids"
             raise refusal("prompt", prompt, no_tokenizer)
-        is_text = isinstance(content, str)
         try:
-            text = content if isinstance(content, str) else content.text(self.tokenizer)
-            return text, self.tokens(text, add_special_tokens=is_text)
+            if isinstance(content, str):
+                return content, self.tokens(content)
+            text = content.text(self.tokenizer)
+            return text, self.tokens(text, add_special_tokens=False)
         except PromptTooLong:
             raise
         except Exception as error:  # half a surrogate pair, a message that the template rejects ...

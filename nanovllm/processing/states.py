@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
-from nanovllm.processing.text import Text, results_of
+from nanovllm.processing.text import Text
 from nanovllm.sequence import Request, Sequence
 
 
@@ -68,8 +68,9 @@ class RequestState:
             self.output.prompt_logprobs = request.prompt_logprobs
         if request.has_ended:
             if request.is_search:
-                results = results_of(request, self.tokenizer)  # type: ignore[arg-type]
-                self.output.outputs[:] = results
+                from nanovllm.processing.beams import results_of  # chapter 13
+
+                self.output.outputs[:] = results_of(request, self.tokenizer)
             self.output.finished = True
         self.is_updating = False
         return ended

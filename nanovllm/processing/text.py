@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -98,22 +97,3 @@ def overlap(text: str, stop: str) -> int:
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)
     return len(text) - begin if begin >= 0 else 0
-
-
-def results_of(request: Any, tokenizer: Tokenizer | None) -> list[CompletionOutput]:
-    """The results of a BeamRequest, best first."""
-    outputs = []
-    for i, beam in enumerate(request.search.best_so_far(request.sequences)):
-        output = CompletionOutput(i, token_ids=beam.token_ids)
-        output.cumulative_logprob = beam.cumulative_logprob
-        text_ids = beam.token_ids
-        output.finish_reason = "length"
-        if beam.token_id in request.stop_token_ids:
-            output.finish_reason = "stop"
-            text_ids = text_ids[:-1]
-        elif beam.token_id is None:  # the search was cut short
-            output.finish_reason = beam.parent.finish_reason
-        if tokenizer is not None:
-            output.text = tokenizer.decode(text_ids, skip_special_tokens=True)
-        outputs.append(output)
-    return outputs

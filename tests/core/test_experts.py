@@ -103,7 +103,7 @@ def test_a_grouped_product(backend, dtype, num_rows, num_experts, top):
     matrices[counts_of(pairs) == 0] = torch.nan
     device = device_of(backend)
     for place in (lambda part: part.to(device), lambda part: surrounded(part).to(device)):
-        product = choose_product(ops.__name__)
+        product = choose_product(ops.NAME)
         found = product(place(x), place(matrices), Pairs(*map(place, pairs)))
         check_near(found, exact)
 

@@ -27,7 +27,7 @@ from fake_model import FakeRunner
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.overlap import Launched, pending
+from nanovllm.device.overlap import Launched, pending
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request

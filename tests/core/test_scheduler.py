@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from scenarios import AnyPolicy, play, scenarios
 from scheduling import drain, new_request, new_scheduler, step
 
-from nanovllm.overlap import pending
+from nanovllm.device.overlap import pending
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler

@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # with more, a step looks how many processors are free
 backend, dtype = sys.argv[1:]
 llm = LLM(attention_backend=backend, dtype=dtype, num_blocks=50)
 llm.generate("12 + 30 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-loaded = {name: module.__file__ for name, module in sys.modules.items() if "nanovllm" in name}
+loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"}
 
 lines = set()
 package = os.path.dirname(loaded["nanovllm"])

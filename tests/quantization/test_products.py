@@ -58,7 +58,7 @@ def prepared(form, weight, bias=None) -> Linear:
     with pytest.MonkeyPatch.context() as patch:
         if function == "plain":
             patch.setattr(int8, "largest_code", lambda: 0)
-        layers.prepare_linear(linear, quantization, f"nanovllm.layers.{function}_ops")
+        layers.prepare_linear(linear, quantization, function)
     return linear
 
 
@@ -166,7 +166,7 @@ def test_the_largest_codes_of_a_checkpoint_do_not_overflow():
     """Its rows may be groups, and its codes have 8 bits on any CPU."""
     for code in (-128, 127):
         weight = Groups(torch.full((8, 1, 128), code, dtype=torch.int8), torch.ones(8, 1), None)
-        product = layers.product_for(weight, "nanovllm.layers.torch_ops")
+        product = layers.product_for(weight, "torch")
         torch.testing.assert_close(product(torch.ones(3, 128)), torch.full((3, 8), 128.0 * code))
 
 

@@ -30,7 +30,7 @@ MECHANISM = "    # --- a request comes ---"  # of a scheduler: what is above is 
 OPTIONS = (
     (SamplingParams, "nanovllm/sampling_params.py"),
     (Config, "nanovllm/config.py"),
-    (BeamSearchParams, "nanovllm/sampling_params.py"),
+    (BeamSearchParams, "nanovllm/topics/decoding/beam_search.py"),
     (StructuredOutputsParams, "nanovllm/topics/decoding/structured.py"),
 )
 

@@ -60,7 +60,7 @@ def check_kernels(runner: Any) -> None:
         errors[name] = error(hidden_states(runner, both, mixed), expected)
     if runner.model.states:
         mixed = SimpleNamespace(**vars(torch_ops))
-        mixed.__name__ = own["__name__"]  # by which its kernels are chosen
+        mixed.NAME = own["NAME"]  # by which its kernels are chosen
         hidden = hidden_states(runner, both, mixed)
         errors["the delta rule"] = error(hidden, expected)
     for router, top in routers:
@@ -87,7 +87,7 @@ def check_kernels(runner: Any) -> None:
     if wrong:
         problem = f"its numbers differ from PyTorch's here: {', '.join(wrong)}"
         remedy = "take attention_backend='torch' and enforce_eager=True"
-        raise refusal("attention_backend", own["__name__"], f"{problem}; {remedy}")
+        raise refusal("attention_backend", own["NAME"], f"{problem}; {remedy}")
 
 
 def step_of(runner: Any, num_blocks: int, chunks: list[int]) -> StepInputs:

@@ -9,11 +9,57 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.sampling_params import BeamSearchParams
+from nanovllm.options import POSITIVE, Rule, number
+from nanovllm.sampling_params import LARGEST_COUNT, RequestParams, SamplingParams
 from nanovllm.sequence import Request, Rows, Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams(RequestParams):
+    beam_width: int = 4
+    """Number of beams kept after each step, and of results."""
+
+    max_tokens: int = 256
+    """Maximum tokens to generate."""
+
+    length_penalty: float = 1.0
+    """A result's score is its log-probability / length ** length_penalty. Values above 0 favor long
+    results."""
+
+    early_stopping: bool | str = False
+    """When the search ends: True, as soon as there are `beam_width` results; False, when a better
+    one is unlikely; "never", only when a better one is impossible."""
+
+    ignore_eos: bool = False
+    """Continue past the model's end-of-sequence tokens."""
+
+    RULES: ClassVar[dict[str, Rule]] = {
+        "beam_width": POSITIVE,
+        "max_tokens": POSITIVE,
+        "length_penalty": number(-10, 10),
+        "early_stopping": Rule(
+            lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"
+        ),
+    }
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.put("max_tokens", min(self.max_tokens, LARGEST_COUNT))
+
+    def sampling_params(self) -> SamplingParams:
+        """The search as sampling parameters, for code that does not treat searches differently."""
+        return SamplingParams(
+            n=self.beam_width, temperature=0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
+        )
+
+    def new_request(self, *fields: Any) -> BeamRequest:
+        """A request from its first fields, see Request."""
+        request = Request(*fields)
+        search = BeamSearch(self, request.stop_token_ids, self.max_tokens)
+        return BeamRequest(*fields, search=search)
 
 
 @dataclass

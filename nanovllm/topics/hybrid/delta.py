@@ -211,12 +211,11 @@ def decode(
 
 def decode_of(ops: Ops) -> Callable[..., Tensor]:
     """The function `decode` of a backend."""
-    name = getattr(ops, "__name__", "")
-    if name.endswith("numba_ops"):
+    if ops.NAME == "numba":
         from nanovllm.topics.hybrid import numba_delta
 
         return numba_delta.decode
-    if name.endswith("triton_ops"):
+    if ops.NAME == "triton":
         from nanovllm.topics.hybrid import triton_delta
 
         return triton_delta.decode

@@ -19,7 +19,7 @@ def product_for(
 ) -> Product:
     """The grouped product with a weight that has the matrices of all experts, one below the other.
     `product_of` returns the function that multiplies with one matrix."""
-    if backend.endswith("triton_ops"):
+    if backend == "triton":
         from nanovllm.topics.quantization import triton_product
 
         return partial(triton_product.product_of_pairs, weight=weight)
@@ -28,7 +28,7 @@ def product_for(
     for first in range(0, len(weight.scales), size):
         matrix = rows_of(weight, slice(first, first + size))
         products.append(product_of(matrix, backend))
-    if weight.zeros is not None and backend.endswith("numba_ops"):
+    if weight.zeros is not None and backend == "numba":
         return partial(few_pairs, weight=weight, products=products)
     return partial(one_by_one, products=products)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.device.onednn import trim, use_onednn
+from nanovllm.device.heap import trim
+from nanovllm.device.onednn import use_onednn
 from nanovllm.layers.linear import Linear
 from nanovllm.models.dense import has_states, head_dim_of
 from nanovllm.topics.quantization import int8
@@ -40,7 +41,7 @@ def choose_product(config: Config, hf_config, ops: Any) -> Callable[[Linear], No
         check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
     if config.quantization == "int4":
         check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
-    return partial(prepare_linear, quantization=config.quantization, backend=ops.__name__)
+    return partial(prepare_linear, quantization=config.quantization, backend=ops.NAME)
 
 
 def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
@@ -94,7 +95,7 @@ def prepare_linear(linear: Linear, quantization: str | None, backend: str) -> No
 def use_groups(linear: Linear, weight: Groups, backend: str) -> None:
     """Lets the layer multiply with the groups."""
     linear.product = partial(multiply, product=product_for(weight, backend))
-    if backend.endswith("numba_ops"):
+    if backend == "numba":
         from nanovllm.topics.quantization import numba_product
 
         held = linear.product.keywords["product"].keywords
@@ -112,7 +113,7 @@ def joined(parts: list[Groups]) -> Groups:
 def product_for(weight: Groups, backend: str) -> Product:
     """Returns the function that multiplies activations [T, in] with this weight."""
     is_cpu = weight.codes.device.type == "cpu"
-    if is_cpu and backend.endswith("numba_ops"):
+    if is_cpu and backend == "numba":
         from nanovllm.topics.quantization import numba_product
 
         if weight.zeros is not None:
@@ -121,7 +122,7 @@ def product_for(weight: Groups, backend: str) -> Product:
             return int8.new_product(weight, numba_product.in_bytes)
     if is_cpu and int8.can_multiply(weight):
         return int8.new_product(weight)
-    if backend.endswith("triton_ops"):
+    if backend == "triton":
         from nanovllm.topics.quantization import triton_product
 
         return partial(triton_product.product, weight=weight)

@@ -109,11 +109,6 @@ class Work(NamedTuple):
     def bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.bytes
-
 
 class Hardware(NamedTuple):
     """A machine: its two ceilings, and the size of its memory."""
@@ -123,11 +118,6 @@ class Hardware(NamedTuple):
     flops_per_second: float  # dense, in the model's type
     memory_bytes: float
     source: str = "measured"
-
-    @property
-    def ridge(self) -> float:
-        """FLOPs per byte above which arithmetic is the limit."""
-        return self.flops_per_second / self.bytes_per_second
 
     def floor(self, work: Work) -> float:
         """Seconds that no implementation can beat."""

@@ -16,6 +16,7 @@ Groups = list[list[int]]  # of sequences
 # a call of PyTorch's attention takes as long as it takes to read this much
 CALL_BYTES = 2**18
 
+NAME = "vattention"
 CAN_BE_RECORDED = False
 IS_COMPILED = False
 add_and_norm = torch_ops.add_and_norm

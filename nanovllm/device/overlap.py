@@ -5,13 +5,18 @@ launched, each sequence that the step before samples has one more token, which i
 that looks at the values of tokens ever sees one. Imports no torch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.recovery import Recovery
 
 
 class Launched(NamedTuple):
@@ -34,6 +39,37 @@ class Launched(NamedTuple):
             token_ids = [*compress(token_ids, is_wanted)]
             logprobs = logprobs and [*compress(logprobs, is_wanted)]
         return token_ids, logprobs
+
+
+def run_ahead(
+    scheduler: Scheduler, runner: Any, recovery: Recovery, is_ahead: bool
+) -> tuple[Schedule, Drawn]:
+    """The step in flight, and its tokens. If `is_ahead`, the next step is launched before they are
+    read, unless it can only be planned with them."""
+    step = recovery.in_flight or launched(scheduler, runner, recovery)
+    assert step is not None, "nothing runs, so the first waiting request fits"
+    recovery.in_flight = None
+    # a suspect runs alone, without overlap: if it fails, its last token has been read
+    must_read = recovery.suspects or reads_first(scheduler, step.schedule)
+    if is_ahead and not must_read:
+        if not step.schedule.has_advanced:
+            scheduler.advance(step.schedule)
+        with pending(step.schedule):
+            recovery.in_flight = behind = launched(scheduler, runner, recovery)
+        if behind is not None:  # now: tokens that are read next may free its blocks
+            scheduler.advance(behind.schedule)
+    recovery.schedule = step.schedule
+    return step.schedule, step.read()
+
+
+def launched(scheduler: Scheduler, runner: Any, recovery: Recovery) -> Launched | None:
+    """Plans a step, and lets the device start it. None if there is nothing to compute: all that
+    runs ends with its pending token."""
+    schedule = scheduler.schedule()
+    if not schedule.items:
+        return None
+    recovery.schedule = schedule
+    return Launched(schedule, runner.launch(schedule))
 
 
 def reads_first(scheduler: Scheduler, schedule: Schedule) -> bool:
