@@ -14,11 +14,16 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import TOKENS_PER_STEP, Config
 from nanovllm.device.choose import choose_device
-from nanovllm.inbox import Inbox
+from nanovllm.inbox import Inbox, Turns
 from nanovllm.layers.rotary import longest_context
-from nanovllm.loader import find_model, load_config, load_generation_config, load_tokenizer
+from nanovllm.loader import (
+    find_model,
+    has_states,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+)
 from nanovllm.model_runner import ModelRunner, Runner
-from nanovllm.models.dense import has_states
 from nanovllm.options import refusal
 from nanovllm.processing.inputs import (
     AllParams,
@@ -34,7 +39,6 @@ from nanovllm.processing.outputs import RequestOutput
 from nanovllm.processing.progress import Progress
 from nanovllm.processing.states import Reader, RequestState, RequestStates
 from nanovllm.processing.stats import Counts, stats_of
-from nanovllm.processing.turns import Turns
 from nanovllm.recovery import Recovery
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Drawn, Schedule, ScheduleError

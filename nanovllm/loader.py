@@ -16,13 +16,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
-from nanovllm.checkpoint import Reader, get_tensor, load_into
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
-from nanovllm.models.dense import HYBRID_TYPES, MODEL_TYPES, DenseModel, has_states
+from nanovllm.models.checkpoint import Reader, get_tensor, load_into
+from nanovllm.models.dense import DenseModel
 from nanovllm.options import is_int, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 
+# by model_type: the file of models/ or topics/ that has the model
+FAMILIES = {
+    **dict.fromkeys(["qwen2", "qwen3", "llama", "mistral"], "dense"),
+    "qwen3_moe": "experts",
+    **dict.fromkeys(["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"], "hybrid"),
+}
 # weights, configs and tokenizer; no other formats
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 # of config.json
@@ -84,20 +90,15 @@ def load_config(path: Path):
     stored = read_json(file)
     with reading(file):
         # before transformers asks whether to run its code
-        if stored.get("model_type") not in MODEL_TYPES + HYBRID_TYPES:
-            from nanovllm.topics.checks.families import refusal_of  # chapter 05
+        if stored.get("model_type") not in [*FAMILIES]:
+            from nanovllm.models.families import refusal_of  # chapter 05
 
-            raise refusal_of(stored, MODEL_TYPES + HYBRID_TYPES)
+            raise refusal_of(stored, (*FAMILIES,))
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if has_states(config):
-            from nanovllm.topics.hybrid.model import text_config  # chapter 23
-
-            config = text_config(config)
-        else:
-            model_class(config).check(config)
+        config = model_class(config).checked(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
@@ -172,12 +173,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     ops: Ops,
-    prepare: Callable,
+    convert: Callable,
     read: Callable = get_tensor,
 ) -> DenseModel:
     """Builds the model and loads every parameter, each as `read` gives it from an open file. Raises
-    ValueError if the checkpoint does not match. `prepare` changes the form of a linear layer's
-    weight: one by one, so that only one has both forms at a time."""
+    ValueError if the checkpoint does not match. `convert` changes the form of a linear layer's
+    weight, see device/onednn.py: one by one, so that only one has both forms at a time."""
     files = weight_files(path)
     reader = Reader()
     if is_quantized(config):
@@ -194,9 +195,8 @@ def load_model(
     counts = Counter(module for module, *_ in missing.values())
     unexpected = []
     for file in files:
-        with reader.tensors_of(file) as tensors:
-            if hasattr(model, "view"):
-                tensors = model.view(tensors)  # type: ignore[operator]
+        with reader.tensors_of(file) as stored:
+            tensors = model.view(stored)
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
                 if name in missing:
                     module, kind, rows = missing.pop(name)
@@ -206,7 +206,7 @@ def load_model(
                     counts[module] -= 1
                     is_whole = not counts[module] and isinstance(module, Linear)
                     if is_whole and module is not model.lm_head:
-                        prepare(module)
+                        convert(module, reader.groups_of(module))
                 elif not ignorable(name, config):
                     unexpected.append(name)
     if missing or unexpected:
@@ -218,18 +218,23 @@ def load_model(
             f"unexpected tensors {shown(sorted(unexpected))}, {len(unexpected)} in all{hint}"
         )
     # which may have the embedding's weight, and comes after all others
-    model.lm_head.is_head = True  # type: ignore[assignment]
-    prepare(model.lm_head)
+    convert(model.lm_head, reader.groups_of(model.lm_head), is_head=True)
     return model.eval()
+
+
+def has_states(config) -> bool:
+    """Whether some layers have a state instead of a KV cache (chapter 23)."""
+    return FAMILIES[config.model_type] == "hybrid"
 
 
 def model_class(config) -> Any:
     """DenseModel, or that of another family with the same methods."""
-    if has_states(config):
+    family = FAMILIES[config.model_type]
+    if family == "hybrid":
         from nanovllm.topics.hybrid.model import HybridModel  # chapter 23
 
         return HybridModel
-    if config.model_type == "qwen3_moe":
+    if family == "experts":
         from nanovllm.models.experts import ExpertsModel
 
         return ExpertsModel

@@ -12,20 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.block_manager import Moves
+from nanovllm.caches import Caches, choose_shape
 from nanovllm.config import Config, Limits
-from nanovllm.device.choose import choose_cache, choose_dtype, choose_ops
+from nanovllm.device.choose import choose_dtype, choose_ops
 from nanovllm.device.heap import keep_freed_memory
-from nanovllm.device.onednn import use_onednn
+from nanovllm.device.onednn import convert
 from nanovllm.device.threads import Threads
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.sampler import top_logprobs
 from nanovllm.loader import is_quantized, load_model
-from nanovllm.models.dense import DenseModel, has_states, head_dim_of
+from nanovllm.models.dense import DenseModel
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
-from nanovllm.step import StepInputs, integers, sampling_of
+from nanovllm.step import Recorder, StepInputs, integers, sampling_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,7 @@ class ModelRunner:
     def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
         self.device = device
         self.limits = limits
-        is_cuda = device.type == "cuda"
-        self.is_asynchronous = is_cuda
+        self.is_asynchronous = device.type == "cuda"
         self.threads: Threads | None = None
         if device.type == "cpu":
             keep_freed_memory()
@@ -61,38 +59,29 @@ class ModelRunner:
         self.dtype = choose_dtype(config, hf_config, device)
         self.ops = choose_ops(config, device, self.dtype)
         self.vocab_size = hf_config.vocab_size
-        prepare: Callable = use_onednn
+        quantize = None
         if config.quantization or is_quantized(hf_config):
-            from nanovllm.topics.quantization.layers import choose_product  # chapter 21
+            from nanovllm.topics.quantization.layers import quantizer  # chapter 21
 
-            prepare = choose_product(config, hf_config, self.ops)
-        self.model = self.load(path, hf_config, prepare)
+            quantize = quantizer(config, hf_config, self.ops)
+        self.model = self.load(path, hf_config, partial(convert, quantize=quantize))
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
-        if has_states(hf_config):
-            from nanovllm.topics.hybrid.states import StateCache  # chapter 23
-
-            self.model.states = StateCache(self.model, limits.max_num_seqs, device)
-        heads = (self.model.num_kv_heads, head_dim_of(hf_config))
-        shape = CacheShape(self.model.num_kv_layers, config.block_size, *heads, self.dtype)
-        if config.kv_cache_dtype != "auto":
-            from nanovllm.topics.quantization.kv_cache import choose_shape  # chapter 21
-
-            shape = choose_shape(config, shape)
-        self.shape = choose_cache(config, limits, device, shape)
-        self.has_graphs = self.ops.CAN_BE_RECORDED and not config.enforce_eager
-        self.graphs: Any = None  # StepGraphs, or a NumbaStep
-        self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
-        self.host_cache: Any = None  # a HostCache, with host blocks
+        self.shape = choose_shape(config, limits, self.model, self.dtype, device)
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
+        self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
+        self.recorder: Recorder | None = None
         with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
-            self._allocate()
-            if is_cuda or self.ops.IS_COMPILED:
+            self._allocate(self.num_blocks, self.num_host_blocks)
+            if self.is_asynchronous or self.ops.COMPILES_AT_FIRST_USE:
                 self.warm_up()
-            self.graphs = self._new_graphs() if self.has_graphs else None
-            for size in reversed(self.graphs.sizes if self.graphs else ()):
-                self.graphs.record(size)
-            if config.check_kernels == "always" or (is_cuda and config.check_kernels == "cuda"):
+            if not config.enforce_eager:
+                self.recorder = self._new_recorder()
+            if self.recorder is not None:
+                for size in reversed(self.recorder.sizes):
+                    self.recorder.record(size)
+            when = {"always", "cuda"} if self.is_asynchronous else {"always"}
+            if config.check_kernels in when:
                 from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
 
                 check_kernels(self)
@@ -108,58 +97,29 @@ class ModelRunner:
             return torch.cuda.device(self.device)
         return self.threads.of_step(num_tokens * self.weights_per_layer)
 
-    def _num_blocks_that_fit(self, config: Config) -> int:
-        of_host = int(config.kv_cache_gib * 2**30) - self._state_bytes
-        available = self._memory_left(config) if self.device.type == "cuda" else of_host
-        return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
+    def _allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.caches = Caches(self.shape, num_blocks, num_host_blocks, self.device)
+        self.kv_cache = self.caches.on_device
 
-    @property
-    def _state_bytes(self) -> int:
-        return self.model.states.nbytes if self.model.states else 0
+    def _new_recorder(self) -> Recorder | None:
+        return self.ops.recorder(self.model, self.kv_cache, self.limits)
+
+    def _num_blocks_that_fit(self, config: Config) -> int:
+        available = int(config.kv_cache_gib * 2**30) - self.shape.state_bytes
+        if self.device.type == "cuda":
+            available = self._memory_left(config)
+        return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
 
     def _memory_left(self, config: Config) -> int:
         """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
         from nanovllm.device.memory import largest_step, memory_left
 
-        self.kv_cache = self.shape.new_cache(1, self.device)
-        new_graphs = self._new_graphs if self.has_graphs else None
+        self._allocate(1, 0)
+        new_recorder = None if config.enforce_eager else self._new_recorder
         largest = partial(self.launch, largest_step(self.limits, self.shape.block_size))
-        available = memory_left(self.device, config, self.shape.block_bytes, largest, new_graphs)
-        del self.kv_cache
+        available = memory_left(self.device, config, self.shape.block_bytes, largest, new_recorder)
+        del self.caches, self.kv_cache
         return available
-
-    def _allocate(self) -> None:
-        """Allocates the KV cache, and that of the host. Raises ValueError if there is not enough
-        memory."""
-        try:
-            self.kv_cache = self.shape.new_cache(self.num_blocks, self.device)
-            if self.num_host_blocks:
-                from nanovllm.topics.swapping.host_cache import HostCache  # chapter 04
-
-                self.host_cache = HostCache(self.kv_cache, self.num_host_blocks)
-        except (OSError, RuntimeError, OverflowError) as error:
-            device = f"{self.num_blocks} KV blocks (num_blocks, kv_cache_gib)"
-            host = f"{self.num_host_blocks} host blocks (swap_gib)"
-            what = f"{device} and {host} of {self.shape.block_bytes:,} bytes each"
-            reason = "not enough memory"
-            if isinstance(error, OSError):
-                reason = error.strerror or str(error)
-            raise ValueError(f"there is no room for {what}: {reason}") from error
-        gib = self.num_blocks * self.shape.block_bytes / 2**30
-        size = f"{self.num_blocks:,} blocks of {self.shape.block_size} tokens, {gib:.1f} GiB"
-        if self.model.states:
-            size += f"; states of {self.limits.max_num_seqs:,} sequences"
-            size += f", {self._state_bytes / 2**30:.1f} GiB"
-        logger.info("KV cache: %s", size)
-
-    def _new_graphs(self) -> Any:
-        if self.ops.NAME == "numba":
-            from nanovllm.device.numba_graphs import bind
-
-            return bind(self.model, self.kv_cache, self.threads)
-        from nanovllm.device.cuda_graphs import StepGraphs
-
-        return StepGraphs(self.model, self.ops, self.kv_cache, self.limits)
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
@@ -181,7 +141,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the memory."""
-        del self.model, self.kv_cache, self.graphs, self.host_cache
+        del self.model, self.caches, self.kv_cache, self.recorder
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -227,7 +187,7 @@ class ModelRunner:
         block_size = self.kv_cache.block_size
         block_ids = block_tables[cu_blocks[seq_of_token] + positions // block_size]
         state_slots = None
-        if self.model.states:
+        if self.kv_cache.states:
             state_slots = integers([item.seq.state_slot for item in items])
         batch = Batch(
             kv_cache=self.kv_cache,
@@ -269,11 +229,11 @@ class ModelRunner:
         that a step needs, so another rank may run this method, too.
         """
         if inputs.moves:
-            self.move_blocks(inputs.moves)
-        if self.graphs is not None:
-            size = self.graphs.size_for(inputs)
+            self.caches.move(inputs.moves, self.ops)
+        if self.recorder is not None:
+            size = self.recorder.size_for(inputs)
             if size is not None:
-                return self.graphs.run(inputs, size)
+                return self._replay(self.recorder, inputs, size)
         if self.device.type != "cpu":
             inputs = inputs.to(self.device)
         inputs.fill_in_pending()
@@ -281,15 +241,13 @@ class ModelRunner:
         hidden = self.model(inputs.input_ids, inputs.positions, inputs.batch)
         return hidden, inputs
 
-    def move_blocks(self, moves: Moves) -> None:
-        """Swaps blocks, then copies blocks."""
-        if self.host_cache is not None:
-            self.host_cache.swap_out(moves.swaps_out)
-            self.host_cache.swap_in(moves.swaps_in)
-        if moves.state_copies:
-            self.model.states.copy(moves.state_copies)
-        if moves.copies:
-            self.ops.copy_blocks(self.kv_cache, moves.copies)
+    def _replay(
+        self, recorder: Recorder, inputs: StepInputs, size: int
+    ) -> tuple[Tensor, StepInputs]:
+        result = recorder.run(inputs, size)
+        if self.threads is not None:
+            self.threads.finish_alone()
+        return result
 
     # --- hidden states become tokens ---
 

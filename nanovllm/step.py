@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,22 @@ class StepInputs:
         if self.sampling is not None:
             step.sampling = with_tensors(self.sampling, moved)
         return step
+
+
+class Recorder(Protocol):
+    """A model that computes the steps of some sizes in one launch: see backends/cuda_graphs.py and
+    numba_graphs.py."""
+
+    sizes: list[int]  # in sequences, the smallest first
+
+    def record(self, size: int) -> None:
+        """Records, or compiles, the step of this size."""
+
+    def size_for(self, step: StepInputs) -> int | None:
+        """The size that can compute the step; None if none can."""
+
+    def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
+        """Hidden states of a step, and the step as it was computed."""
 
 
 def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
-from nanovllm.config import EMBEDDED_MODEL, Config, Limits
-from nanovllm.layers import torch_ops
-from nanovllm.layers.kv_cache import CacheShape
+from nanovllm.backends import torch_ops
+from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.layers.ops import Ops, try_out
 from nanovllm.options import refusal, shown
 
@@ -62,11 +60,11 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
         raise refusal("device", config.device, f"only 'cpu' works here: {shown(error)}") from error
     try:
         if name == "numba":
-            from nanovllm.layers import numba_ops
+            from nanovllm.backends import numba_ops
 
             return numba_ops
         if name == "triton":
-            from nanovllm.layers import triton_ops
+            from nanovllm.backends import triton_ops
 
             try_out(triton_ops, device)
             return triton_ops
@@ -81,13 +79,3 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
 
         return vattention_ops
     return torch_ops
-
-
-def choose_cache(config: Config, limits: Limits, device: torch.device, shape: CacheShape) -> Any:
-    """The shape itself, or a VirtualShape with the same methods."""
-    if config.attention_backend != "vattention":
-        return shape
-    from nanovllm.topics.vattention.cache import VirtualShape  # chapter 20
-    from nanovllm.topics.vattention.memory import system_of  # chapter 20
-
-    return VirtualShape(shape, limits, system_of(device))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import torch
 
 from nanovllm.config import Config, Limits
-from nanovllm.device.cuda_graphs import StepGraphs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Request
+from nanovllm.step import Recorder
 
 NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 
@@ -22,7 +22,7 @@ def memory_left(
     config: Config,
     block_bytes: int,
     run_largest_step: Callable[[], object],
-    new_graphs: Callable[[], StepGraphs] | None,
+    new_recorder: Callable[[], Recorder | None] | None,
 ) -> int:
     """Bytes of GPU memory that are left for the KV cache."""
     free_memory(device)
@@ -32,14 +32,15 @@ def memory_left(
     _, total = torch.cuda.mem_get_info(device)
     # other processes, CUDA's own context
     others = total - free_memory(device) - torch.cuda.memory_reserved(device)
-    graphs = graph_memory(device, new_graphs()) if new_graphs is not None else 0
+    recorder = new_recorder() if new_recorder is not None else None
+    graphs = graph_memory(device, recorder) if recorder is not None else 0
     # swapping gathers a block before it goes to the host
     gathered = block_bytes if config.preemption_mode == "swap" else 0
     granted = int(total * config.gpu_memory_utilization)
     return granted - others - peak - graphs - gathered
 
 
-def graph_memory(device: torch.device, graphs: StepGraphs) -> int:
+def graph_memory(device: torch.device, graphs: Recorder) -> int:
     """Bytes that the CUDA graphs will take.
 
     The largest has the activations, which the others reuse. Each of these takes at most as much as

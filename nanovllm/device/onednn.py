@@ -1,15 +1,30 @@
 """oneDNN: linear layers on a CPU, with weights in a layout of its own. The operators are PyTorch's
 private ones."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
 from nanovllm.device.heap import trim
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Groups, Linear
 
 NOTHING_AFTER = {"attr": "none", "scalars": [], "algorithm": ""}  # no activation after the product
+
+
+def convert(
+    linear: Linear,
+    stored: Groups | None,
+    is_head: bool = False,
+    quantize: Callable[..., bool] | None = None,
+) -> None:
+    """Gives a layer its form once its weight is loaded: few bits (chapter 21), or oneDNN's layout.
+    `stored` are the groups of a quantized checkpoint."""
+    if quantize is not None and quantize(linear, stored, is_head):
+        trim()
+    else:
+        use_onednn(linear)
 
 
 def use_onednn(linear: Linear) -> None:
@@ -22,7 +37,7 @@ def use_onednn(linear: Linear) -> None:
     weight whose rows have more than 1,024 numbers: there, a row alone may round differently.
     """
     plain = linear.weight
-    is_one = not hasattr(linear, "num_experts")  # experts.py multiplies matrices one by one
+    is_one = linear.num_experts is None  # experts.py multiplies matrices one by one
     if plain.device.type != "cpu" or not (is_one and onednn_is_faster(plain.dtype)):
         return
     try:

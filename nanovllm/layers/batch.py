@@ -1,7 +1,6 @@
 """Batch: what attention reads about a step, on every backend."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -26,5 +25,4 @@ class Batch:
     block_tables: Tensor  # [all blocks] int32: ... block_tables[cu_blocks[b] : cu_blocks[b + 1]]
     num_decodes: int = 0  # the first sequences have one query each; others may, too
     max_context: int = 2**31 - 1  # a bound on context_lens that is known without asking the device
-    rows: Any = None  # a Rows, in a hybrid model: see topics/hybrid
     layout: object = None  # what the backend's `layout` made of all this, before the model runs

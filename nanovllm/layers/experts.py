@@ -38,7 +38,7 @@ class Stack(Linear):
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:  # type: ignore[override]
         """x [T, in] -> [P, out]: for each pair, its row times the matrix of its expert."""
-        matrices = self.weight.unflatten(0, (self.num_experts, -1))
+        matrices = self.weight.unflatten(0, (len(pairs.ends), -1))
         return self.product(x, matrices, pairs)
 
 

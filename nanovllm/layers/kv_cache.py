@@ -1,7 +1,8 @@
-"""KVCache: the keys and values of all tokens in all layers, in blocks."""
+"""KVCache: what sequences keep on the device. Keys and values of their tokens in all layers, in
+blocks; in a hybrid model, states, too."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 class CacheShape(NamedTuple):
     """The shape of a KV cache with any number of blocks."""
 
-    num_layers: int
+    num_layers: int  # with keys and values
     block_size: int  # tokens
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    states: tuple[tuple[int, ...], ...] = ()  # of a sequence, in fp32: [layers with states, ...]
+    num_slots: int = 0  # sequences with states
 
     @property
     def block_bytes(self) -> int:
@@ -23,10 +26,18 @@ class CacheShape(NamedTuple):
         width = self.num_kv_heads * self.head_dim
         return 2 * self.num_layers * self.block_size * width * self.dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots. Slot 0 is for padding."""
+        numbers = sum(torch.Size(shape).numel() for shape in self.states)
+        return torch.float32.itemsize * numbers * (self.num_slots + 1)
+
     def new_cache(self, num_blocks: int, device: torch.device) -> "KVCache":
         """Allocates zeros, so that a read of the wrong slot gives the same result in each run."""
         shape = (2, self.num_layers, num_blocks, *self[1:4])
-        return KVCache(zeros(shape, self.dtype, device))
+        slots = self.num_slots + 1
+        states = [zeros((n, slots, *one), torch.float32, device) for n, *one in self.states]
+        return KVCache(zeros(shape, self.dtype, device), states)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,6 +57,7 @@ class KVCache:
 
     tensor: keys, then values [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
     layers: of each, keys and values [num_blocks, block_size, num_kv_heads, head_dim]
+    states: of the layers without keys and values [layers, slots, ...] (chapter 23)
 
     stored(numbers, dtype): keys or values as the cache keeps them, in its dtype. restored(rows,
     dtype): the numbers of what was read from it, in the model's dtype. Keys and values in 8 bits
@@ -55,11 +67,18 @@ class KVCache:
     stored: Callable[..., Tensor] = staticmethod(Tensor.to)
     restored: Callable[..., Tensor] = staticmethod(Tensor.to)
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, states: Sequence[Tensor] = ()):
         self.tensor = tensor
+        self.states = states
         self.layers = list(zip(*tensor))
         self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim = tensor.shape[2:]
 
     def slots(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
         """int64: rows of a layer's keys, or values, seen as [slots, num_kv_heads, head_dim]."""
         return block_ids.long() * self.block_size + offsets
+
+    def copy_slots(self, copies: list[tuple[int, int]]) -> None:
+        """Copies [(from slot, to slot)] of the states. All are read before any is written."""
+        for tensor in self.states:
+            sources, targets = torch.tensor(copies, device=tensor.device).unbind(1)
+            tensor[:, targets] = tensor[:, sources]

@@ -1,10 +1,34 @@
 """Linear layers, and the rule for loading their parameters from a checkpoint."""
 
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+
+
+class Groups(NamedTuple):
+    """A weight [out, in] in few bits, in groups: see topics/quantization/groups.py. `group` is the
+    size of a group."""
+
+    codes: Tensor  # int8 [out, groups, group], or packed uint8 [out, pairs of groups, group]
+    scales: Tensor  # fp32 [out, groups]
+    zeros: Tensor | None  # uint8 [out, groups], with 4 bits
+
+
+class Quantized(Protocol):
+    """The product with a weight in few bits, which it holds."""
+
+    group: int
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out], in fp32 or the dtype of x."""
+
+    def codes(self) -> Tensor:
+        """The codes of the weight: a copy, if they are held in a layout of their own."""
 
 
 class Linear(nn.Module):
@@ -26,7 +50,9 @@ class Linear(nn.Module):
                 out_features += size
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.product: Callable[..., torch.Tensor] = F.linear  # or that of device/onednn.py
+        self.product: Callable[..., Tensor] = F.linear  # or that of device/onednn.py
+        self.quantized: Quantized | None = None  # the product with a weight in few bits
+        self.num_experts: int | None = None  # a Stack has a matrix for each
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)

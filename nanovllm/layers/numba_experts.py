@@ -5,8 +5,8 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.layers import experts
-from nanovllm.layers.numba_ops import array, run
 from nanovllm.layers.numba_products import pairs_kernel
+from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_step import PLAIN, Weights, new_rows
 
 FEW_PAIRS = 128  # with more, PyTorch's products are faster

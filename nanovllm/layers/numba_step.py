@@ -27,7 +27,7 @@ from nanovllm.layers.numba_kernels import (
     rounded,
     silu_and_mul_kernel,
 )
-from nanovllm.layers.numba_ops import array
+from nanovllm.layers.numba_run import array
 
 LOOKS = 2000  # at the clock of another thread, before it may have the processor
 

@@ -1,28 +1,37 @@
-"""Ops: the functions of a backend, such as torch_ops, numba_ops, triton_ops and vattention.
+"""Ops: all that a backend is. The backends are torch_ops, numba_ops and triton_ops in backends/,
+and vattention.
 
 On a CPU it is numba_ops, on a GPU triton_ops, and torch_ops where these are missing: `choose_ops`
-says so when the model is built. The layers use nothing else that differs between them.
+says so when the model is built. Nothing else differs between them, and no code asks for a NAME to
+choose a function.
 """
 
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.kv_cache import CacheShape, KVCache
+from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.sampler import Sampling
+
+if TYPE_CHECKING:
+    from nanovllm.layers.experts import Pairs
 
 Norm = nn.RMSNorm | None
 Norms = tuple[Norm, Norm]  # of queries and of keys
 
 
 class Ops(Protocol):
-    NAME: str  # as in Config.attention_backend
-    # whether shapes alone decide what is launched, so that a CUDA graph may replay it
-    CAN_BE_RECORDED: bool
+    NAME: str  # as in Config.attention_backend, for messages
     # whether kernels are compiled when they first run: better before there are requests
-    IS_COMPILED: bool
+    COMPILES_AT_FIRST_USE: bool
+
+    # --- every model ---
 
     def layout(self, batch: Batch) -> object:
         """Prepares a step for this backend's attention, once for all layers. The result becomes
@@ -57,6 +66,39 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """Samples token ids [B] from logits [B, vocab_size] in the model's dtype: see
         sampler.sample."""
+
+    def cache_shape(self, shape: CacheShape, limits: Any, device: torch.device) -> Any:
+        """The shape of the KV cache that this backend reads: usually the same, or a VirtualShape
+        with the same methods (chapter 20)."""
+
+    def recorder(self, model: nn.Module, kv_cache: KVCache, limits: Any) -> Any:
+        """A Recorder (step.py) for steps of this model: CUDA graphs on a GPU, one call on a CPU.
+        None if each operation is launched by itself."""
+
+    # --- models with experts, weights in few bits, layers with states ---
+
+    def grouped_product(self, x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+        """x [T, in], matrices [E, out, in] -> [P, out]: see experts.product."""
+
+    def quantized_product(self, weight: Groups) -> Quantized:
+        """The product with a weight in 8 or 4 bits, kept as this backend reads it fastest: see
+        topics/quantization/groups.py."""
+
+    def quantized_experts(self, weight: Groups, num_experts: int) -> Callable[..., Tensor]:
+        """The grouped product with a weight in 8 or 4 bits. It has the matrices of all experts, one
+        below the other. The product takes what grouped_product takes."""
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        sizes: tuple[int, int],
+        states: Tensor,
+        slots: Tensor,
+        is_new: Tensor,
+    ) -> Tensor:
+        """One token of each sequence by the gated delta rule: see topics/hybrid/delta.decode."""
 
 
 def try_out(ops: Ops, device: torch.device) -> None:

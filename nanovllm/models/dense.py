@@ -11,27 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_table
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
-HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")  # topics/hybrid
 
-
-def has_states(config) -> bool:
-    """Whether some layers have a state instead of a KV cache: chapter 23."""
-    return config.model_type in HYBRID_TYPES
-
-
-def check_supported(config) -> None:
-    """Raises ValueError for a Hugging Face config with parts that are not implemented here. It
-    names all of them."""
+def check_supported(config) -> Any:
+    """Returns a Hugging Face config. Raises ValueError if it has parts that are not implemented
+    here, with all their names."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = getattr(config, "sliding_window", None)
     refused = {
-        # transformers makes another type of some configs
-        "model_type": config.model_type not in MODEL_TYPES + HYBRID_TYPES,
         "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "sliding_window": window is not None and "sliding_attention" in kinds,
@@ -40,6 +31,7 @@ def check_supported(config) -> None:
     if found:
         here = "here the activation is silu, and each layer attends to its whole context"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
+    return config
 
 
 def head_dim_of(config) -> int:
@@ -133,14 +125,13 @@ class DenseModel(nn.Module):
     rope: the angles of all positions, see rope_table.
     """
 
-    check = staticmethod(check_supported)
-    states: Any = None  # a StateCache, in a hybrid model (chapter 23)
+    checked = staticmethod(check_supported)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__()
         self.ops = ops
-        self.num_kv_heads = config.num_key_value_heads
         self.num_kv_layers = config.num_hidden_layers
+        self.kv_sizes = config.num_key_value_heads, head_dim_of(config)
         self.is_tied = config.tie_word_embeddings  # the head has the embedding's weight
         self.rope = rope
         self.model = Decoder(config, ops)
@@ -149,6 +140,15 @@ class DenseModel(nn.Module):
     @staticmethod
     def rope_of(config, max_model_len: int) -> Tensor:
         return rope_table(config, head_dim_of(config), max_model_len)
+
+    @staticmethod
+    def view(tensors: Any) -> Any:
+        """The tensors of a file, by the names of this model."""
+        return tensors
+
+    def cache_shape(self, block_size: int, dtype: torch.dtype, num_slots: int) -> CacheShape:
+        """What `num_slots` sequences keep, with keys and values in this dtype."""
+        return CacheShape(self.num_kv_layers, block_size, *self.kv_sizes, dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

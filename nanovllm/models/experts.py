@@ -4,21 +4,19 @@ A router chooses the experts of a token. The pairs of a token and an expert are 
 see layers/experts.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers import experts
 from nanovllm.layers.experts import Pairs, Stack
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import DenseModel, check_supported
 
 
-def check_experts(config) -> None:
-    """Raises ValueError for a config that check_supported refuses, or whose experts make no
+def check_experts(config) -> Any:
+    """Returns a config. Raises ValueError if check_supported refuses it, or if its experts make no
     sense."""
     check_supported(config)
     names = ("num_experts", "moe_intermediate_size", "decoder_sparse_step", "num_experts_per_tok")
@@ -27,6 +25,7 @@ def check_experts(config) -> None:
         value = getattr(config, name)
         if not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name}={value!r} is not an integer from 1 to {most}")
+    return config
 
 
 def has_experts(config, layer: int) -> bool:
@@ -39,8 +38,6 @@ def has_experts(config, layer: int) -> bool:
 class Router(Linear):
     """Chooses the experts of each token. Its weight is never quantized: a code that is off by one
     would choose another expert."""
-
-    is_router = True
 
     def __init__(self, config):
         super().__init__(config.hidden_size, config.num_experts)
@@ -69,15 +66,15 @@ class Experts(nn.Module):
         self.ops = ops
         hidden = config.hidden_size
         size = config.moe_intermediate_size
-        count = config.num_experts
-        product = choose_product(ops.NAME)
+        self.num_experts = count = config.num_experts
+        product = ops.grouped_product
         self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, product)
         self.down_proj = Stack(size, {"down_proj": hidden}, count, product)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and chosen experts [T, top] -> [T, hidden_size]."""
         chosen, order = chosen.flatten().sort(stable=True)
-        every = torch.arange(self.gate_up_proj.num_experts, device=x.device)
+        every = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(chosen, every, right=True)
         of_tokens = Pairs(order // weights.shape[1], ends)
         gate_up = self.gate_up_proj(x, of_tokens)
@@ -149,7 +146,7 @@ class OneByOne:
 class ExpertsModel(DenseModel):
     """DenseModel, in which a SparseMLP replaces the MLP of some layers."""
 
-    check = staticmethod(check_experts)
+    checked = staticmethod(check_experts)
     view = staticmethod(OneByOne)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
@@ -157,16 +154,3 @@ class ExpertsModel(DenseModel):
         for i, layer in enumerate(self.model.layers):
             if has_experts(config, i):
                 layer.mlp = SparseMLP(config, ops)  # on the meta device: the MLP had no memory
-
-
-def choose_product(backend: str) -> Callable:
-    """The grouped product of a backend: x [T, in], matrices [E, out, in] and pairs -> [P, out]."""
-    if backend == "numba":
-        from nanovllm.layers import numba_experts
-
-        return numba_experts.product
-    if backend == "triton":
-        from nanovllm.layers import triton_experts
-
-        return triton_experts.product
-    return experts.product

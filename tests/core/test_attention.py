@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.backends.torch_ops import layout, paged_attention, store_kv
 from nanovllm.layers import torch_attention
 from nanovllm.layers.torch_attention import Layout, group_by_context
-from nanovllm.layers.torch_ops import layout, paged_attention, store_kv
 from tutorials.measure.batches import random_batch
 
 

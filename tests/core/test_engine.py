@@ -344,7 +344,7 @@ def test_bad_engines(checkpoints, kwargs, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is allowed")
 def test_triton_without_a_gpu_and_without_the_interpreter(checkpoints, monkeypatch):
-    module = "nanovllm.layers.triton_ops"
+    module = "nanovllm.backends.triton_ops"
     pytest.importorskip(module)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.delitem(sys.modules, module)  # it is imported again

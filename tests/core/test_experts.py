@@ -16,7 +16,7 @@ from extras import needs
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.experts import Pairs
 from nanovllm.loader import load_config
-from nanovllm.models.experts import Router, choose_product
+from nanovllm.models.experts import Router
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.quantization.groups import Groups, dequantized
 
@@ -103,8 +103,7 @@ def test_a_grouped_product(backend, dtype, num_rows, num_experts, top):
     matrices[counts_of(pairs) == 0] = torch.nan
     device = device_of(backend)
     for place in (lambda part: part.to(device), lambda part: surrounded(part).to(device)):
-        product = choose_product(ops.NAME)
-        found = product(place(x), place(matrices), Pairs(*map(place, pairs)))
+        found = ops.grouped_product(place(x), place(matrices), Pairs(*map(place, pairs)))
         check_near(found, exact)
 
 

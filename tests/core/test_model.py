@@ -12,13 +12,13 @@ from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3Config
 
-from nanovllm.device.onednn import use_onednn
-from nanovllm.layers import torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.device.onednn import convert
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.rotary import longest_context, rope_table
-from nanovllm.loader import load_config, load_model
-from nanovllm.models.dense import MODEL_TYPES, check_supported, head_dim_of
+from nanovllm.loader import FAMILIES, load_config, load_model
+from nanovllm.models.dense import check_supported, head_dim_of
 
 
 def rope(kind: str, **settings) -> dict:
@@ -31,7 +31,7 @@ def rope(kind: str, **settings) -> dict:
 
 def load(path, dtype=torch.float32):
     config = load_config(path)
-    return load_model(path, config, 256, dtype, torch.device("cpu"), torch_ops, use_onednn), config
+    return load_model(path, config, 256, dtype, torch.device("cpu"), torch_ops, convert), config
 
 
 @torch.inference_mode()
@@ -278,7 +278,7 @@ def test_a_shard_that_is_not_there(tmp_path):
 )
 def test_unsupported_configs_name_what_is_supported(changes, message, tmp_path):
     family = changes.get("model_type", "qwen3")
-    save(new_model(family if family in MODEL_TYPES else "qwen2"), tmp_path)
+    save(new_model(family if family in FAMILIES else "qwen2"), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
     with pytest.raises(ValueError, match=message):

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import numba_ops, torch_ops
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_ops
-from nanovllm.layers import numba_kernels, numba_ops, torch_ops
+from nanovllm.layers import numba_kernels, numba_run
 from tutorials.measure.batches import random_batch
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("num_threads", [1, 5])
 def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatch, num_threads):
     """To the last bit: alone, and beside others, with threads that share the programs."""
-    monkeypatch.setattr(numba_ops, "SMALL", 0)
+    monkeypatch.setattr(numba_run, "SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     batch, _ = random_batch([(1, 9), (1, 33), (1, 40), (1, 1)], 2, 32)
     batch.kv_cache.tensor.nan_to_num_()
@@ -55,7 +56,7 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
 def test_a_call_computes_its_own_programs_only():
     """Of two sequences with two KV heads each, those from the second to the third program."""
     batch, _ = random_batch([(1, 9), (1, 33)], 2, 32)
-    arrays = [numba_ops.array(x) for x in (torch.randn(2, 4, 32), *batch.kv_cache.layers[1])]
+    arrays = [numba_run.array(x) for x in (torch.randn(2, 4, 32), *batch.kv_cache.layers[1])]
     out = np.full((2, 4, 32), 7, np.float32)
     arrays += numba_ops.layout(batch).arrays
     numba_kernels.decode_kernel(32, 2)(out, *arrays, np.float32(0.25), 1, 1, 3)
@@ -65,7 +66,7 @@ def test_a_call_computes_its_own_programs_only():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_read_exactly_and_rounded_to_even(dtype):
     """All numbers, compiled; and those half way between two, and a little beside."""
-    integer = numba_ops.INTEGERS[dtype]
+    integer = numba_run.INTEGERS[dtype]
     exact = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     numbers = np.empty(len(exact), np.float32)
     read(exact.view(integer).numpy(), numbers)
@@ -106,7 +107,7 @@ def tokens() -> list[list[int]]:
 
 @pytest.mark.slow
 def test_two_threads_have_an_engine_each(monkeypatch):
-    monkeypatch.setattr(numba_ops, "SMALL", 0)
+    monkeypatch.setattr(numba_run, "SMALL", 0)
     expected, found = tokens(), {}
     threads = [threading.Thread(target=lambda i=i: found.update({i: tokens()})) for i in range(2)]
     for thread in threads:
@@ -121,7 +122,7 @@ def test_python_runs_the_kernels_as_they_stand():
     """So that a reader can put a print into them."""
     code = """
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import numba_ops
+from nanovllm.backends import numba_ops
 llm = LLM(attention_backend="numba", num_blocks=4, max_num_seqs=1)
 assert llm.generate("7", SamplingParams(max_tokens=1), use_tqdm=False)
 assert not hasattr(numba_ops.add_and_norm_kernel, "signatures")
@@ -134,9 +135,9 @@ print("right")
 
 def test_without_numba_it_is_torch_or_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)  # as if it could not be imported
-    for name in ("numba_ops", "numba_kernels"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.layers.{name}")
-        monkeypatch.delattr(f"nanovllm.layers.{name}")
+    for name in ("backends.numba_ops", "layers.numba_kernels"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.{name}")
+        monkeypatch.delattr(f"nanovllm.{name}")
     assert LLM(num_blocks=10).runner.ops is torch_ops
     with pytest.raises(ValueError, match="attention_backend='numba' .* needs the extra `cpu`: "):
         LLM(attention_backend="numba")

@@ -12,10 +12,10 @@ import torch
 from checkpoints import greedy, new_model, save
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import numba_ops
+from nanovllm.backends import numba_ops
 from nanovllm.topics.checks.kernels import hidden_states, step_of
 
-numba_graphs = pytest.importorskip("nanovllm.device.numba_graphs")
+numba_graphs = pytest.importorskip("nanovllm.backends.numba_graphs")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FORMS = [
@@ -47,7 +47,7 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
     sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=24)
     llm = new_llm(save(new_model(family, **sizes), tmp_path), **options)
     runner = llm.runner
-    assert isinstance(runner.graphs, numba_graphs.NumbaStep)
+    assert isinstance(runner.recorder, numba_graphs.NumbaStep)
     on_threads(monkeypatch, num_threads)
     cache = runner.kv_cache
     numbers = cache.restored(cache.tensor, torch.float32).normal_()
@@ -89,7 +89,7 @@ def test_an_interrupt_before_the_call_lets_the_other_threads_end(monkeypatch):
     llm = new_llm()
     on_threads(monkeypatch, 3)
     expected = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    graphs = llm.runner.graphs
+    graphs = llm.runner.recorder
     step = graphs.step
 
     def interrupted(*arguments):
@@ -109,7 +109,7 @@ def test_a_later_step_may_have_more_threads_than_the_first(monkeypatch):
     llm = new_llm()
     for num_threads in (2, 6):
         on_threads(monkeypatch, num_threads)
-        recording = threading.Thread(target=llm.runner.graphs.record, args=(1,), daemon=True)
+        recording = threading.Thread(target=llm.runner.recorder.record, args=(1,), daemon=True)
         recording.start()
         recording.join(60)
         assert not recording.is_alive()
@@ -120,10 +120,10 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     llm = new_llm()
     on_threads(monkeypatch, 2)
     record = numba_graphs.NumbaStep.record
-    record(llm.runner.graphs, 1)
+    record(llm.runner.recorder, 1)
     child = os.fork()
     if child == 0:
-        record(llm.runner.graphs, 1)
+        record(llm.runner.recorder, 1)
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
@@ -145,5 +145,5 @@ def test_large_weights_have_no_second_form(monkeypatch, caplog):
     monkeypatch.setattr(numba_graphs, "MOST_COPIED", 2**20)
     with caplog.at_level(logging.INFO):
         llm = new_llm()
-    assert llm.runner.graphs is None
+    assert llm.runner.recorder is None
     assert "decodes run layer by layer: a second form of the weights takes 8 MiB" in caplog.text

@@ -10,7 +10,8 @@ import pytest
 import torch
 from backends import DEVICE, TOLERANCE, backends, check_attention, ops_of
 
-from nanovllm.layers import attention, sampler, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import attention, sampler
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling, uniform

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import torch_ops
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_device
 from nanovllm.device.memory import memory_left
-from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.layers import torch_attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.model_runner import ModelRunner

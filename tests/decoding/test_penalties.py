@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import torch_ops
+from nanovllm.backends import torch_ops
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.decoding.penalties import adjusted_logits, adjustments_of
@@ -93,7 +93,7 @@ def interpret_little(monkeypatch):
     if find_spec("triton") is None or torch.cuda.is_available():
         return
     for name in ("add_and_norm", "silu_and_mul"):
-        monkeypatch.setattr(f"nanovllm.layers.triton_ops.{name}", getattr(torch_ops, name))
+        monkeypatch.setattr(f"nanovllm.backends.triton_ops.{name}", getattr(torch_ops, name))
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,7 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
 def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
     """Recording and replay are plain calls here."""
     needs("triton")
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [4, 8])
-    monkeypatch.setattr("nanovllm.layers.triton_ops.CAN_BE_RECORDED", True)
+    monkeypatch.setattr("nanovllm.backends.cuda_graphs.DECODES", [4, 8])
     llm = LLM(
         path,
         dtype="float32",
@@ -173,7 +172,7 @@ def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeyp
         max_num_batched_tokens=30,
         attention_backend="triton",
     )
-    assert llm.runner.graphs is not None
+    assert llm.runner.recorder is not None
     check(llm, requests[3::17])
 
 
@@ -316,10 +315,9 @@ def expected_scores(model, prompt: list[int]) -> list[dict[int, float] | None]:
 @pytest.mark.usefixtures("interpret_little")
 def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens, num_blocks):
     """Whole, in chunks of any length, beside others, with a cached prefix, and preempted in the middle."""
-    monkeypatch.setattr("nanovllm.device.cuda_graphs.DECODES", [8])
+    monkeypatch.setattr("nanovllm.backends.cuda_graphs.DECODES", [8])
     if backend == "triton":
         needs("triton")
-        monkeypatch.setattr("nanovllm.layers.triton_ops.CAN_BE_RECORDED", recorded)
     monkeypatch.setattr("nanovllm.topics.decoding.prompt_logprobs.ROWS_AT_A_TIME", 3)
     llm = LLM(
         path,
@@ -327,6 +325,7 @@ def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens,
         block_size=4,
         num_blocks=num_blocks,
         max_num_seqs=8,
+        enforce_eager=not recorded,
         max_num_batched_tokens=tokens,
         attention_backend=backend,
     )

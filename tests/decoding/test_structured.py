@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.layers import sampler, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import sampler
 from nanovllm.options import shown
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
@@ -377,7 +378,7 @@ def test_both_backends_draw_what_is_allowed(source, options):
     if not options or "temperature" in options:
         assert len(set(drawn)) > 1
     if find_spec("triton"):
-        from nanovllm.layers import triton_ops
+        from nanovllm.backends import triton_ops
 
         assert triton_ops.sample(masked, sampling).tolist() == drawn
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from nanovllm import layers
+from nanovllm.backends import torch_ops
 from nanovllm.config import Config
 from nanovllm.device import choose
-from nanovllm.layers import torch_ops
 from nanovllm.layers.ops import try_out
 
 GPU = torch.device("cuda", 0)
 NO_GCC = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 NO_HEADERS = CalledProcessError(1, ["/usr/bin/gcc", "/tmp/cuda_utils.c", *["-I/include"] * 90])
 TOO_OLD = RuntimeError("PTXAS error: Internal Triton PTX codegen error\n`ptxas` stderr:\nsm_52")
-MODULE = "nanovllm.layers.triton_ops"
+MODULE = "nanovllm.backends.triton_ops"
 
 
 def choose_on_gpu(monkeypatch, backend: str, errors: dict[str, Exception]):

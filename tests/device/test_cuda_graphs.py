@@ -12,11 +12,11 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import torch_ops, triton_ops
+from nanovllm.backends.cuda_graphs import StepGraphs, graph_sizes
 from nanovllm.block_manager import Moves
 from nanovllm.config import Limits
 from nanovllm.device import memory
-from nanovllm.device.cuda_graphs import StepGraphs, graph_sizes
-from nanovllm.layers import torch_ops, triton_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
@@ -251,9 +251,9 @@ def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
             path, dtype="float32", attention_backend="triton", enforce_eager=eager, max_num_seqs=9, block_size=4,
             num_blocks=10, max_num_batched_tokens=24, overlap=not eager,
         )  # fmt: skip
-        assert (llm.runner.graphs is None) == eager
-        for size, step in llm.runner.graphs.replays.items() if not eager else ():
-            llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+        assert (llm.runner.recorder is None) == eager
+        for size, step in llm.runner.recorder.replays.items() if not eager else ():
+            llm.runner.recorder.replays[size] = lambda size=size, step=step: (
                 replayed.append(size) or step()
             )
         answers.append(
@@ -352,7 +352,7 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
     assert llm.runner.num_blocks == llm.runner.kv_cache.num_blocks == num_blocks > 0
     # two are tried, then all are recorded
     assert device.sizes == ([2, 1, 2, 1] if backend == "triton" else [])
-    assert (llm.runner.host_cache is not None) == (mode == "swap")
+    assert (llm.runner.caches.on_host is not None) == (mode == "swap")
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")

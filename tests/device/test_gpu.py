@@ -21,7 +21,7 @@ from checkpoints import greedy, new_model, save
 from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.layers import triton_ops
+from nanovllm.backends import triton_ops
 from nanovllm.topics.checks.blocks import check_blocks
 
 pytestmark = [
@@ -91,8 +91,8 @@ def test_graphs_are_replayed(checkpoint):
     path, prompts, expected = checkpoint
     llm = LLM(path, **RECORDED)
     replayed = []
-    for size, step in llm.runner.graphs.replays.items():
-        llm.runner.graphs.replays[size] = lambda size=size, step=step: (
+    for size, step in llm.runner.recorder.replays.items():
+        llm.runner.recorder.replays[size] = lambda size=size, step=step: (
             replayed.append(size) or step()
         )
     assert token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
@@ -105,7 +105,7 @@ def test_the_pytorch_backend(checkpoint):
     llm = LLM(path, dtype="float32", attention_backend="torch", num_blocks=500)
     assert (
         token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-        and llm.runner.graphs is None
+        and llm.runner.recorder is None
     )
 
 
@@ -279,7 +279,7 @@ llm = one_rank("cuda:0")
 outputs = llm.generate(prompts, params, use_tqdm=False)
 for output, one in zip(outputs, expected, strict=True):
     assert output.outputs[0].token_ids == one.outputs[0].token_ids
-assert llm.runner.graphs is not None
+assert llm.runner.recorder is not None
 del llm
 """
     root = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ import torch
 from backends import move_batch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers import attention, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import attention
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
 from nanovllm.topics.simulator.cost_model import FIELDS
@@ -24,7 +25,7 @@ from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 from tutorials.measure.checkpoints import random_model, write_checkpoint
 
-triton_ops = pytest.importorskip("nanovllm.layers.triton_ops", reason="Triton is there for Linux")
+triton_ops = pytest.importorskip("nanovllm.backends.triton_ops", reason="Triton is there for Linux")
 triton_attention = pytest.importorskip("nanovllm.layers.triton_attention")
 HAS_GPU = torch.cuda.is_available()
 PROBLEM = None if HAS_GPU else interpreter_problem()

@@ -124,7 +124,7 @@ def test_the_convolution_reads_the_tail_of_its_own_sequence(width):
 )
 def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
     """Rows that share a key head, columns in several parts, a new sequence, padding rows; no other slot is written."""
-    decode = delta.decode_of(ops_of(backend))
+    decode = ops_of(backend).delta_rule
     device = device_of(backend)
     generator = torch.Generator().manual_seed(3)
     channels = 2 * sizes[0] * sizes[1] + heads * value_size

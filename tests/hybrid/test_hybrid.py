@@ -134,7 +134,7 @@ def test_a_row_in_company_is_the_same_as_alone(backend, model):
     reference, path = model
     options = OPTIONS | {"attention_backend": backend, "max_num_batched_tokens": 16}
     llm = LLM(path, **options, overlap=True)
-    assert (llm.runner.graphs is not None) == (backend == "triton")
+    assert (llm.runner.recorder is not None) == (backend == "triton")
     few = backend == "triton"  # the interpreter is slow
     prompts = prompts_of(random.Random(5), 2 if few else 5, 8 if few else 30)
     params = SamplingParams(temperature=0, max_tokens=4 if few else 12, logprobs=0)
@@ -262,7 +262,7 @@ def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
     reference, path = model
     sizes = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = LLM(path, **OPTIONS | sizes, overlap=overlap)
-    llm.runner.model.states.states.fill_(torch.nan)
+    llm.runner.kv_cache.states[1].fill_(torch.nan)
     prompts = prompts_of(random.Random(9), 12, 40)
     params = replace(GREEDY, max_tokens=30)
     llm.observers.append(lambda *_: check_slots(llm) if not overlap else None)
@@ -294,8 +294,8 @@ def test_samples_copy_the_state_of_their_prompt(num_blocks, model):
     prompts = prompts_of(random.Random(11), 4, 17)
     params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=11, ignore_eos=True, logprobs=0)
     copies: list = []
-    copy = llm.runner.model.states.copy
-    llm.runner.model.states.copy = lambda pairs: (copies.extend(pairs), copy(pairs))
+    copy = llm.runner.kv_cache.copy_slots
+    llm.runner.kv_cache.copy_slots = lambda pairs: (copies.extend(pairs), copy(pairs))
     outputs = check_answers(reference, llm, prompts, params, is_greedy=False)
     assert len(copies) >= 2 * len(prompts)  # of three owners, the last one copies nothing
     assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 10)
@@ -361,9 +361,9 @@ def test_states_take_their_memory_before_blocks(model, caplog):
     with caplog.at_level(logging.INFO):
         llm = LLM(path, **options, max_num_seqs=200, kv_cache_gib=1e6 / 2**30)
     assert llm.limits.max_num_seqs == llm.scheduler.max_num_seqs == 65  # 66 * 7,488 < 500,000
-    states = llm.runner.model.states
-    assert states.nbytes == 66 * 7488
-    assert llm.runner.num_blocks == (1_000_000 - states.nbytes) // llm.runner.shape.block_bytes
+    num_bytes = llm.runner.shape.state_bytes
+    assert num_bytes == sum(part.nbytes for part in llm.runner.kv_cache.states) == 66 * 7488
+    assert llm.runner.num_blocks == (1_000_000 - num_bytes) // llm.runner.shape.block_bytes
     assert any("max_num_seqs is 65: the states of more do not fit" in m for m in caplog.messages)
     blocks = f"{llm.runner.num_blocks:,} blocks of 8 tokens"
     (line,) = [message for message in caplog.messages if message.startswith("KV cache")]

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from thread_group import Threads
 
 from nanovllm import LLM, SamplingParams, loader
+from nanovllm.backends import torch_ops
 from nanovllm.config import Config
-from nanovllm.layers import torch_ops
 from nanovllm.layers.experts import Stack, product
 from nanovllm.layers.linear import Linear
 from nanovllm.topics.quantization.groups import dequantized
-from nanovllm.topics.quantization.layers import choose_product
+from nanovllm.topics.quantization.layers import quantizer
 
 PROMPT = [*range(1, 60)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -309,7 +309,7 @@ def test_groups_and_options_that_are_refused(gptq):
     change(gptq, quantization_config=AWQ)
     words = "tensor_parallel_size=2: groups of 64 numbers do not divide rows of 96"
     with pytest.raises(ValueError, match=words):
-        choose_product(Config(tensor_parallel_size=2), loader.load_config(gptq), torch_ops)
+        quantizer(Config(tensor_parallel_size=2), loader.load_config(gptq), torch_ops)
 
 
 @pytest.mark.parametrize(

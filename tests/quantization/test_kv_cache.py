@@ -11,7 +11,8 @@ from backends import DEVICE, PROBLEM, device_of, move_batch, ops_of
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.layers import attention, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import attention
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.quantization.kv_cache import Int8Cache
@@ -173,7 +174,7 @@ def test_an_engine_gives_the_same_tokens_in_company(path, alone, mode, drafts, b
 def test_an_engine_with_triton_and_recorded_steps(path, alone):
     """The recordings are plain calls on a CPU."""
     with LLM(path, **PLAIN, attention_backend="triton", max_num_seqs=6) as llm:
-        assert llm.runner.graphs is not None and tokens(llm) == alone
+        assert llm.runner.recorder is not None and tokens(llm) == alone
 
 
 @pytest.mark.cpu

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backends import surrounded
+from backends import ops_of, surrounded
 from checkpoints import random_groups
 from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.backends import torch_ops
 from nanovllm.layers.linear import Linear
 from nanovllm.topics.quantization import groups, int8, layers
 from nanovllm.topics.quantization.groups import (
@@ -58,7 +59,8 @@ def prepared(form, weight, bias=None) -> Linear:
     with pytest.MonkeyPatch.context() as patch:
         if function == "plain":
             patch.setattr(int8, "largest_code", lambda: 0)
-        layers.prepare_linear(linear, quantization, function)
+        ops = ops_of("torch" if function in ("plain", "onednn") else function)
+        assert layers.quantize(linear, None, False, quantization, ops)
     return linear
 
 
@@ -115,12 +117,12 @@ def test_functions_give_the_same_numbers_to_the_last_bit(num_groups, group, dtyp
     assert torch.equal(plain_product(x, wide), result_of_wide)
     if "int4 numba" not in FORMS:
         return
-    from nanovllm.layers import numba_ops
+    from nanovllm.layers import numba_run
     from nanovllm.topics.quantization import numba_product
 
     for num_rows in range(1, 10):
         assert torch.equal(numba_product.product(x[:num_rows], weight), result[:num_rows])
-    monkeypatch.setattr(numba_ops, "SMALL", 0)
+    monkeypatch.setattr(numba_run, "SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(numba_product.product(x, weight), result)
 
@@ -166,7 +168,7 @@ def test_the_largest_codes_of_a_checkpoint_do_not_overflow():
     """Its rows may be groups, and its codes have 8 bits on any CPU."""
     for code in (-128, 127):
         weight = Groups(torch.full((8, 1, 128), code, dtype=torch.int8), torch.ones(8, 1), None)
-        product = layers.product_for(weight, "torch")
+        product = torch_ops.quantized_product(weight)
         torch.testing.assert_close(product(torch.ones(3, 128)), torch.full((3, 8), 128.0 * code))
 
 

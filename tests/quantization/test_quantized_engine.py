@@ -11,8 +11,8 @@ from checkpoints import new_model, save
 from thread_group import Threads
 
 from nanovllm import LLM, SamplingParams, loader
+from nanovllm.backends import torch_ops
 from nanovllm.config import Config
-from nanovllm.layers import torch_ops
 from nanovllm.layers.linear import Linear
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.quantization import int8, layers
@@ -128,7 +128,7 @@ def test_two_ranks_are_near_one(path, form):
 def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
     """So that two matrices at most have 16 or 32 bits at a time, on a GPU, too."""
     models, counts = [], []
-    new_model, quantize = loader.new_model, layers.prepare_linear
+    new_model, quantize = loader.new_model, layers.quantize
 
     def new(*args):
         models.append(new_model(*args))
@@ -137,10 +137,10 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
     def noted(*args, **kwargs):
         linears = [layer for layer in models[0].model.modules() if isinstance(layer, Linear)]
         counts.append(sum(not linear.weight.is_meta for linear in linears))
-        quantize(*args, **kwargs)
+        return quantize(*args, **kwargs)
 
     monkeypatch.setattr(loader, "new_model", new)
-    monkeypatch.setattr(layers, "prepare_linear", noted)
+    monkeypatch.setattr(layers, "quantize", noted)
     llm = LLM(path, dtype="float32", quantization=form, num_blocks=20)
     assert counts == [1, 1, 2, 1] * 2 + [0]  # o_proj lies among the parts of qkv_proj
     assert llm.runner.weights_per_layer > 64 * 3 * 96  # which decides on the number of threads
@@ -160,4 +160,4 @@ def test_what_cannot_be_quantized(path, tmp_path, monkeypatch):
     config = Config(quantization="int4", tensor_parallel_size=2)
     words = "tensor_parallel_size=2: groups of 32 numbers do not divide rows of 48"
     with pytest.raises(ValueError, match=words):
-        layers.choose_product(config, loader.load_config(Path(path)), torch_ops)
+        layers.quantizer(config, loader.load_config(Path(path)), torch_ops)

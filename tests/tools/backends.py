@@ -12,7 +12,8 @@ import torch
 from dense_attention import dense_attention
 from extras import needs
 
-from nanovllm.layers import attention, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import attention
 from nanovllm.layers.batch import Batch
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
@@ -48,7 +49,7 @@ def ops_of(backend: str) -> Any:
         needs(backend)
     if backend == "triton" and PROBLEM is not None:
         pytest.skip(PROBLEM)
-    return import_module(f"nanovllm.layers.{backend}_ops")
+    return import_module(f"nanovllm.backends.{backend}_ops")
 
 
 def device_of(backend: str) -> str:

@@ -80,7 +80,8 @@ def slots_of_a_batch() -> tuple[float, float]:
 def milliseconds_of_decodes() -> tuple[float, float]:
     import torch
 
-    from nanovllm.layers import attention, numba_ops
+    from nanovllm.backends import numba_ops
+    from nanovllm.layers import attention
     from tutorials.measure.batches import random_batch
 
     batch, _ = random_batch([(1, 500)] * 8, 2, 64, num_blocks=1100)

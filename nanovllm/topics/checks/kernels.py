@@ -3,14 +3,18 @@
 `runner` is a ModelRunner, which imports this module.
 """
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.layers import torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers.experts import Pairs, Stack
 from nanovllm.layers.sampler import Sampling
+from nanovllm.models.experts import Router
 from nanovllm.options import refusal
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Item, Schedule
@@ -31,7 +35,7 @@ OPERATIONS = (
 @torch.inference_mode()
 def check_kernels(runner: Any) -> None:
     """Puts one operation after the other of the runner's backend into the model, and compares its
-    hidden states with those of torch_ops; then a replayed CUDA graph with the model. Raises
+    hidden states with those of torch_ops; then a recorded step with the model. Raises
     ValueError with all that is wrong. The KV cache holds nothing yet, and zeros afterwards."""
     num_blocks = min(-(-CONTEXT // runner.shape.block_size), runner.num_blocks // 2)
     if not num_blocks:
@@ -48,7 +52,7 @@ def check_kernels(runner: Any) -> None:
     layers = decoder.layers
     decoder.layers = layers[-LAYERS:]  # in a hybrid model, one of each kind
     modules = [*decoder.modules()]
-    routers = [(module, module.top) for module in modules if hasattr(module, "is_router")]
+    routers = [(module, module.top) for module in modules if isinstance(module, Router)]
     for router, _ in routers:
         router.top = len(router.weight)  # a rounded row may choose other experts, if not all
     both = step_of(runner, num_blocks, [1, 20])
@@ -58,25 +62,24 @@ def check_kernels(runner: Any) -> None:
         if name == "paged_attention":
             mixed.layout = own["layout"]
         errors[name] = error(hidden_states(runner, both, mixed), expected)
-    if runner.model.states:
-        mixed = SimpleNamespace(**vars(torch_ops))
-        mixed.NAME = own["NAME"]  # by which its kernels are chosen
+    if cache.states:
+        mixed = SimpleNamespace(**vars(torch_ops) | {"delta_rule": own["delta_rule"]})
         hidden = hidden_states(runner, both, mixed)
         errors["the delta rule"] = error(hidden, expected)
     for router, top in routers:
         router.top = top
-    stacks = [module for module in modules if hasattr(module, "num_experts")]
+    stacks = [module for module in modules if isinstance(module, Stack)]
     if stacks:
         of_each = [error_of_experts(stack, runner, generator) for stack in stacks]
         errors["the grouped product"] = max(of_each)
     decoder.layers = layers
     use(runner.ops, runner.model)
 
-    if runner.graphs is not None:
+    if runner.recorder is not None:
         decode = step_of(runner, num_blocks, [1])
         expected = hidden_states(runner, decode, runner.ops)
         hidden, _ = runner.forward(decode)
-        errors["a CUDA graph"] = error(hidden[:1], expected)
+        errors["a recorded step"] = error(hidden[:1], expected)
     runner.ops.copy_blocks(cache, [(0, num_blocks)])
     is_same = used[:, :, 0].equal(used[:, :, num_blocks])
     errors["copy_blocks"] = float(not is_same)
@@ -130,29 +133,40 @@ def error_of_draws(runner: Any, generator: torch.Generator) -> float:
     return float(is_other.sum()) / 32
 
 
-def error_of_experts(stack: Any, runner: Any, generator: torch.Generator) -> float:
+def error_of_experts(stack: Stack, runner: Any, generator: torch.Generator) -> float:
     """The error of a grouped product. Half of the pairs have the last expert: it has two tiles."""
-    from nanovllm.layers import experts
-
     options = {
         "device": runner.device,
         "generator": generator,
     }
     num_experts = stack.num_experts
+    assert num_experts is not None
     num_in = stack.weight.shape[1]
     chosen = torch.randint(num_experts, (64,), **options)
     chosen[:32] = num_experts - 1
     counts = chosen.bincount(minlength=num_experts)
     rows = torch.randint(16, (64,), **options)
-    pairs = experts.Pairs(rows, counts.cumsum(0))
+    pairs = Pairs(rows, counts.cumsum(0))
     x = torch.randn(16, num_in, **options)
     x = x.to(runner.dtype)
     found = stack(x, pairs)
     own = stack.product
-    stack.product = getattr(stack, "plain_product", experts.product)
+    stack.product = plain_product_of(stack, num_experts)
     expected = stack(x, pairs)
     stack.product = own
     return error(found, expected)
+
+
+def plain_product_of(stack: Stack, num_experts: int) -> Callable[..., Tensor]:
+    """The grouped product in PyTorch, also with matrices in few bits."""
+    weight = stack.quantized
+    if weight is None:
+        return torch_ops.grouped_product
+    from nanovllm.topics.quantization import experts, groups  # chapter 21
+
+    held = groups.Groups(weight.codes(), weight.scales, weight.zeros)
+    plain = partial(groups.Product, multiply=groups.plain_product)
+    return experts.one_by_one(held, num_experts, plain)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

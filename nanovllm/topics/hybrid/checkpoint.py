@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm.checkpoint import Reader, opened
+from nanovllm.layers.linear import Groups, Linear
+from nanovllm.models.checkpoint import Reader, opened
 from nanovllm.topics.hybrid.model import order_of
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ class TextReader(Reader):
         named = [(self.stored(name), module) for name, module in model.named_modules()]
         model_of_files: Any = SimpleNamespace(named_modules=lambda: named)
         self.reader.add_parameters(model_of_files)
+
+    def groups_of(self, linear: Linear) -> Groups | None:
+        return self.reader.groups_of(linear)
 
     @contextmanager
     def tensors_of(self, file: Path) -> Iterator["TextTensors"]:

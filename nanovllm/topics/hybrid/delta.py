@@ -11,7 +11,7 @@ A decode does just that. `chunked` computes the same for all tokens of a prompt 
 products.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,13 @@ class Rows:
                 self.chunks.append((b, tokens))
 
 
+@dataclass
+class StateBatch(Batch):
+    """A batch of a model with states."""
+
+    rows: Rows = field(kw_only=True)
+
+
 def state_shapes(config) -> list[tuple[int, ...]]:
     """The shapes of what a sequence has in a layer: a tail [width, channels], and states [value
     heads, key size, value size]."""
@@ -71,15 +78,12 @@ def state_shapes(config) -> list[tuple[int, ...]]:
 
 
 class GatedDeltaNet(nn.Module):
-    """`tails` and `states` are this layer's part of a StateCache, which sets them."""
+    """The layer with this index, among those with states."""
 
-    tails: Tensor  # [slots, width, channels] fp32
-    states: Tensor  # [slots, value heads, key size, value size] fp32
-
-    def __init__(self, config, ops: Ops):
+    def __init__(self, config, index: int, ops: Ops):
         super().__init__()
-        self.state_shapes = state_shapes(config)
-        (width, channels), (heads, _, value_size) = self.state_shapes
+        self.index = index
+        (width, channels), (heads, _, value_size) = state_shapes(config)
         self.value_heads = heads
         self.key_sizes = (config.linear_num_key_heads, config.linear_key_head_dim)
         num_values = heads * value_size
@@ -103,45 +107,50 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
+        assert isinstance(batch, StateBatch), "HybridModel makes one of each batch"
         rows = batch.rows
+        # [slots, width, channels] and [slots, value heads, key size, value size], fp32
+        tails, states = [kind[self.index] for kind in batch.kv_cache.states]
         qkvz = self.in_proj_qkvz(x)
         qkv, z = qkvz.split(self.sizes, 1)
         b, a = self.in_proj_ba(x).float().chunk(2, 1)
         weight = self.conv1d.weight.squeeze(1)
-        qkv = convolve(qkv, weight, self.tails, rows)
+        qkv = convolve(qkv, weight, tails, rows)
         speed = self.A_log.exp()
         log_decay = -speed * F.softplus(a + self.dt_bias)
-        values = self.attend(qkv, log_decay, b.sigmoid(), rows)
+        values = self.attend(qkv, log_decay, b.sigmoid(), states, rows)
         normed = self.norm(values).flatten(1)
         gated = normed * F.silu(z.float())
         return self.out_proj(gated.to(x.dtype))
 
-    def attend(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, rows: Rows) -> Tensor:
+    def attend(
+        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, rows: Rows
+    ) -> Tensor:
         """The delta rule for all tokens: [T, value heads, value size] fp32."""
         sizes = self.key_sizes
         n = rows.num_decodes
         parts = []
         if n:
-            out = decode_of(self.ops)(
+            out = self.ops.delta_rule(
                 qkv[:n],
                 log_decay[:n],
                 beta[:n],
                 sizes,
-                self.states,
+                states,
                 rows.slots[:n],
                 rows.is_new[:n],
             )
             parts.append(out)
         for b, tokens in rows.chunks:
             slot = rows.slots[b]
-            state = self.states[slot].masked_fill(rows.is_new[b], 0)
+            state = states[slot].masked_fill(rows.is_new[b], 0)
             heads = heads_of(qkv[tokens], sizes, self.value_heads)
             gates = (log_decay[tokens], beta[tokens])
             inputs = (*heads, *gates)
             by_head = [part.transpose(0, 1) for part in inputs]
             by_head.append(state)
             out, state = chunked(*by_head)
-            self.states[slot] = state
+            states[slot] = state
             parts.append(out.transpose(0, 1))
         return torch.cat(parts)
 
@@ -207,19 +216,6 @@ def decode(
     state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
     states[slots] = state
     return (q.unsqueeze(-2) @ state).squeeze(-2)
-
-
-def decode_of(ops: Ops) -> Callable[..., Tensor]:
-    """The function `decode` of a backend."""
-    if ops.NAME == "numba":
-        from nanovllm.topics.hybrid import numba_delta
-
-        return numba_delta.decode
-    if ops.NAME == "triton":
-        from nanovllm.topics.hybrid import triton_delta
-
-        return triton_delta.decode
-    return decode
 
 
 def chunked(

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_settings, rope_table
 from nanovllm.models.dense import MLP, Attention, DenseModel, check_supported, head_dim_of
 from nanovllm.models.experts import OneByOne, SparseMLP, check_experts
-from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
+from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows, StateBatch, state_shapes
 
 KINDS = ["full_attention", "linear_attention"]  # of layers
 
@@ -131,22 +132,23 @@ class SharedMLP(SparseMLP):
 
 
 class HybridModel(DenseModel):
-    """DenseModel, in which other layers replace attention. `states` is a StateCache, which sets
-    itself."""
+    """DenseModel, in which other layers replace attention."""
 
+    checked = staticmethod(text_config)
     view = staticmethod(OneByOne)
 
     def __init__(self, config, rope: Tensor, ops: Ops):
         super().__init__(config, rope, ops)
         self.width = config.linear_conv_kernel_dim - 1
+        self.state_shapes = state_shapes(config)
         self.num_kv_layers = 0
-        for layer, kind in zip(self.model.layers, config.layer_types):
+        for i, (layer, kind) in enumerate(zip(self.model.layers, config.layer_types)):
             del layer.self_attn
             if kind == "full_attention":
                 layer.self_attn = GatedAttention(config, self.num_kv_layers, ops, rope.device)
                 self.num_kv_layers += 1
             else:
-                layer.linear_attn = GatedDeltaNet(config, ops)
+                layer.linear_attn = GatedDeltaNet(config, i - self.num_kv_layers, ops)
                 # as the layer calls it, but without parameters of this name
                 vars(layer)["self_attn"] = layer.linear_attn
             if "moe" in config.model_type:
@@ -174,6 +176,12 @@ class HybridModel(DenseModel):
         whole_sin = F.pad(sin, (0, rest))
         return torch.cat([whole_cos, whole_sin], -1)
 
+    def cache_shape(self, block_size: int, dtype: torch.dtype, num_slots: int) -> CacheShape:
+        shape = super().cache_shape(block_size, dtype, num_slots)
+        num_layers = len(self.model.layers) - self.num_kv_layers
+        states = tuple((num_layers, *one) for one in self.state_shapes)
+        return shape._replace(states=states, num_slots=num_slots)
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        batch.rows = Rows(batch, self.width)
-        return super().forward(input_ids, positions, batch)
+        with_rows = StateBatch(**vars(batch), rows=Rows(batch, self.width))
+        return super().forward(input_ids, positions, with_rows)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.numba_kernels import ONE, ZERO, kernel
-from nanovllm.layers.numba_ops import array, run
+from nanovllm.layers.numba_run import array, run
 
 
 @kernel

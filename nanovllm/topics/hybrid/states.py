@@ -18,45 +18,12 @@ import torch
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, Limits
-from nanovllm.layers.kv_cache import zeros
 from nanovllm.sequence import Sequence
-from nanovllm.topics.hybrid.delta import GatedDeltaNet, state_shapes
+from nanovllm.topics.hybrid.delta import state_shapes
 
 logger = logging.getLogger(__name__)
 
 LARGEST_SHARE = 0.5  # of the memory for caches: at most so much is for states
-
-
-class StateCache:
-    """The states of all layers, on the device: of each, the tail of the convolution and the states
-    of the heads, in fp32.
-
-    Slots 1 to num_slots are for sequences. Slot 0 is for padding, and always read as zeros.
-    """
-
-    def __init__(self, model: Any, num_slots: int, device: torch.device):
-        layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
-        tail, state = layers[0].state_shapes
-        slots = (len(layers), num_slots + 1)
-        try:
-            self.tails = zeros((*slots, *tail), torch.float32, device)
-            self.states = zeros((*slots, *state), torch.float32, device)
-        except (OSError, RuntimeError, OverflowError) as error:
-            what = f"the states of {num_slots} sequences (max_num_seqs)"
-            raise ValueError(f"there is no room for {what}: not enough memory") from error
-        for layer, tails, states in zip(layers, self.tails, self.states):
-            layer.tails = tails
-            layer.states = states
-
-    @property
-    def nbytes(self) -> int:
-        return self.tails.nbytes + self.states.nbytes
-
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from slot, to slot)] in all layers. All are read before any is written."""
-        for tensor in (self.tails, self.states):
-            sources, targets = torch.tensor(copies, device=tensor.device).unbind(1)
-            tensor[:, targets] = tensor[:, sources]
 
 
 class StateBlocks(BlockManager):

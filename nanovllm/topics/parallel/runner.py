@@ -25,9 +25,9 @@ from nanovllm.block_manager import Moves
 from nanovllm.config import Config, Limits
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.loader import load_config
+from nanovllm.loader import has_states, load_config
 from nanovllm.model_runner import Drawn, ModelRunner
-from nanovllm.models.dense import DenseModel, has_states
+from nanovllm.models.dense import DenseModel
 from nanovllm.options import refusal
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
@@ -156,7 +156,7 @@ class RankRunner(ModelRunner):
         group.meet("ready")
 
     def __del__(self) -> None:
-        self.graphs = None  # before the process group, which might wait for them
+        self.recorder = None  # before the process group, which might wait for them
 
     def load(self, path: Path, hf_config, *options) -> DenseModel:
         shard = shard_of(hf_config, self.group.rank, self.group.size)

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nanovllm.checkpoint import Reader, opened
 from nanovllm.layers.linear import Linear
+from nanovllm.models.checkpoint import Reader, opened
 from nanovllm.topics.quantization.groups import SIZES, Groups, packed
 from nanovllm.topics.quantization.methods import ALLOWED, BLOCK, method_of
 
@@ -70,6 +70,7 @@ class QuantizedReader(Reader):
         self.files: dict[Path, Any] = {}  # that `tensor` has opened
         self.codes: dict[str, Codes] = {}  # of each layer that has codes
         self.surplus: set[str] = set()  # biases that the model does not have
+        self.layers: dict[Linear, tuple[str, int]] = {}  # with codes: their names and bits
         for file in files:
             with opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
@@ -183,11 +184,26 @@ class QuantizedReader(Reader):
             if module.bias is None:
                 self.surplus |= {f"{layer}.bias" for layer in layers}
             num_out, num_in = module.weight.shape
-            module.codes = prefix, codes.bits  # type: ignore[assignment]
+            self.layers[module] = prefix, codes.bits
             for kind in ("scales", "zeros"):
                 shape = (num_out, num_in // codes.group)
                 numbers = torch.empty(shape, device="meta")
                 module.register_parameter(kind, nn.Parameter(numbers, requires_grad=False))
+
+    def groups_of(self, linear: Linear) -> Groups | None:
+        """The groups of a layer whose codes, scales and zeros are loaded."""
+        if linear not in self.layers:
+            return None
+        name, bits = self.layers.pop(linear)
+        scales, zeros = linear.get_parameter("scales").data, linear.get_parameter("zeros").data
+        codes = linear.weight.data.float().unflatten(1, (scales.shape[1], -1))
+        del linear.scales, linear.zeros
+        if bits == 4:
+            return Groups(packed(codes), scales, zeros.to(torch.uint8))
+        numbers = codes - zeros.unsqueeze(-1)
+        if numbers.min() < -128 or numbers.max() > 127:
+            raise ValueError(f"{name} has codes of 8 bits with zeros far from 128: not supported")
+        return Groups(numbers.to(torch.int8), scales, None)
 
     @contextmanager
     def tensors_of(self, file: Path) -> Iterator["View"]:
@@ -264,19 +280,3 @@ def scaled(tensor: Tensor, scales: Tensor) -> Tensor:
     num_out, num_in = tensor.shape
     rows = scales.float().repeat_interleave(BLOCK, 0)[:num_out]
     return tensor.float() * rows.repeat_interleave(BLOCK, 1)[:, :num_in]
-
-
-def groups_of(linear: Linear) -> Groups | None:
-    """The groups of a layer whose codes, scales and zeros are loaded; None for any other layer."""
-    if not hasattr(linear, "scales"):
-        return None
-    scales, zeros = linear.get_parameter("scales").data, linear.get_parameter("zeros").data
-    codes = linear.weight.data.float().unflatten(1, (scales.shape[1], -1))
-    del linear.scales, linear.zeros
-    name, bits = linear.codes  # type: ignore[misc]
-    if bits == 4:
-        return Groups(packed(codes), scales, zeros.to(torch.uint8))
-    numbers = codes - zeros.unsqueeze(-1)
-    if numbers.min() < -128 or numbers.max() > 127:
-        raise ValueError(f"{name} has codes of 8 bits with zeros far from 128: not supported")
-    return Groups(numbers.to(torch.int8), scales, None)

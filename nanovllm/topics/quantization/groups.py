@@ -7,12 +7,14 @@ Activations are rounded to integers, too, with a scale for each group of a row: 
 exact in any order, so a row of the result does not depend on its batch, to the last bit.
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.layers.linear import Groups as Groups
 
 SIZES = (128, 64, 32)  # of a group of 4-bit codes: the first that divides a row
 LARGEST = 127
@@ -21,12 +23,21 @@ SMALLEST_SCALE = 1e-30  # of a group of zeros
 ROWS = 1024  # of the weight, which are unpacked at a time
 
 
-class Groups(NamedTuple):
-    """A weight [out, in] in groups. `group` is the size of a group."""
+class Product:
+    """A product that holds the weight as groups. It is a `Quantized`, see layers/linear.py."""
 
-    codes: Tensor  # int8 [out, groups, group], or packed uint8 [out, pairs of groups, group]
-    scales: Tensor  # fp32 [out, groups]
-    zeros: Tensor | None  # uint8 [out, groups], with 4 bits
+    def __init__(self, weight: Groups, multiply: Callable[[Tensor, Groups], Tensor]):
+        self.weight = weight
+        self.multiply = multiply
+        self.group = weight.codes.shape[2]
+        self.scales = weight.scales
+        self.zeros = weight.zeros
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight)
+
+    def codes(self) -> Tensor:
+        return self.weight.codes
 
 
 def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,13 @@
 float32, and multiplies several integers at a time. Its operators are PyTorch's private ones."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from nanovllm.topics.quantization.groups import LARGEST, Groups, quantize
+from nanovllm.layers.linear import Groups, Quantized
+from nanovllm.topics.quantization.groups import LARGEST, Product, plain_product, quantize
 
 ZERO = LARGEST + 1  # what stands for 0 in activations
 
@@ -19,24 +20,35 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(torch.uint8), scales
 
 
-def new_product(weight: Groups, in_bytes: Callable = in_bytes) -> Callable[[Tensor], Tensor]:
+class Int8Product:
     """The product with a weight in 8 bits whose groups are rows, in oneDNN's own layout."""
-    codes = weight.codes.flatten(1)
-    zeros = torch.zeros(len(codes), dtype=torch.int32)
-    # the layout is chosen for about this many rows of activations
-    packed = torch.ops.onednn.qlinear_prepack(codes, [64, codes.shape[1]])
-    scales = weight.scales.squeeze(1)
-    held = {"packed": packed, "scales": scales, "zeros": zeros}
-    return partial(onednn_product, in_bytes=in_bytes, **held)
+
+    def __init__(self, weight: Groups, in_bytes: Callable = in_bytes):
+        codes = weight.codes.flatten(1)
+        self.in_bytes = in_bytes
+        self.group = codes.shape[1]
+        self.scales = weight.scales
+        self.zeros = weight.zeros
+        # the layout is chosen for about this many rows of activations
+        self.packed = torch.ops.onednn.qlinear_prepack(codes, [64, self.group])
+        self.no_zeros = torch.zeros(len(codes), dtype=torch.int32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes
+        signed ones with plain loops."""
+        rows, row_scales = self.in_bytes(x)
+        scales = self.scales.squeeze(1)
+        return multiplied(rows, ZERO, self.packed, scales, self.no_zeros).mul_(row_scales)
+
+    def codes(self) -> Tensor:
+        return self.packed.to_dense().T.contiguous().unsqueeze(1)
 
 
-def onednn_product(
-    x: Tensor, in_bytes: Callable, packed: Tensor, scales: Tensor, zeros: Tensor
-) -> Tensor:
-    """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes signed
-    ones with plain loops."""
-    rows, row_scales = in_bytes(x)
-    return multiplied(rows, ZERO, packed, scales, zeros).mul_(row_scales)
+def product_of(weight: Groups, in_bytes: Callable = in_bytes) -> Quantized:
+    """The product in PyTorch: that of oneDNN, if it has one."""
+    if can_multiply(weight):
+        return Int8Product(weight, in_bytes)
+    return Product(weight, plain_product)
 
 
 def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -59,10 +71,13 @@ def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: T
 
 
 def can_multiply(weight: Groups) -> bool:
-    """Whether oneDNN has a product for this weight: in 8 bits, with rows as groups, and with codes
-    whose sums are not cut off on this CPU."""
+    """Whether oneDNN has a product for this weight: on a CPU, in 8 bits, with rows as groups, and
+    with codes whose sums are not cut off there."""
+    is_on_cpu = weight.codes.device.type == "cpu"
+    if not is_on_cpu or weight.zeros is not None or weight.scales.shape[1] > 1:
+        return False
     largest = largest_code()
-    if not largest or weight.zeros is not None or weight.scales.shape[1] > 1:
+    if not largest:
         return False
     return bool(-largest - 1 <= weight.codes.min() and weight.codes.max() <= largest)
 

@@ -20,7 +20,8 @@ class Int8Shape(CacheShape):
     """Its head_dim counts the four bytes of a scale, too."""
 
     def new_cache(self, num_blocks: int, device: torch.device) -> KVCache:
-        return Int8Cache(super().new_cache(num_blocks, device).tensor)
+        cache = super().new_cache(num_blocks, device)
+        return Int8Cache(cache.tensor, cache.states)
 
 
 class Int8Cache(KVCache):
@@ -45,12 +46,11 @@ class Int8Cache(KVCache):
         return (codes * scales).to(dtype)
 
 
-def choose_shape(config: Config, shape: CacheShape) -> CacheShape:
+def in_int8(config: Config, shape: CacheShape) -> CacheShape:
     """The shape of the KV cache, given that for numbers of the model's dtype. Raises ValueError for
     a head_dim that is not a multiple of 4."""
-    if config.kv_cache_dtype == "auto":
-        return shape
     if shape.head_dim % SCALE_BYTES:
         problem = f"head_dim is {shape.head_dim}, and must be a multiple of {SCALE_BYTES}"
         raise refusal("kv_cache_dtype", config.kv_cache_dtype, problem)
-    return Int8Shape(*shape[:3], shape.head_dim + SCALE_BYTES, torch.int8)
+    head_dim = shape.head_dim + SCALE_BYTES
+    return Int8Shape(*shape._replace(head_dim=head_dim, dtype=torch.int8))

@@ -7,15 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.numba_ops import array, run
-from nanovllm.layers.numba_products import (
-    IN_8_BITS,
-    bytes_of_rows,
-    in_4_bits,
-    pairs_kernel,
-)
-from nanovllm.layers.numba_step import Form, Weights, new_rows
-from nanovllm.topics.quantization.groups import Groups, plain_product
+from nanovllm.layers.experts import Pairs
+from nanovllm.layers.linear import Groups, Quantized
+from nanovllm.layers.numba_products import bytes_of_rows, in_4_bits, pairs_kernel
+from nanovllm.layers.numba_run import array, run
+from nanovllm.layers.numba_step import Weights, new_rows
+from nanovllm.topics.quantization import experts, int8
+from nanovllm.topics.quantization.groups import Product, plain_product
 
 FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
 
@@ -66,8 +64,21 @@ def multiply(
     return out
 
 
-def form_of(weight: Groups) -> Form | None:
-    """How a step in one call multiplies with the weight; None if it cannot."""
-    if weight.zeros is not None:
-        return in_4_bits(weight.codes.shape[2])
-    return IN_8_BITS if weight.scales.shape[1] == 1 else None
+def product_of(weight: Groups) -> Quantized:
+    """The product with any weight on a CPU."""
+    return int8.product_of(weight, in_bytes) if weight.zeros is None else Product(weight, product)
+
+
+def experts_of(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
+    """The grouped product with a weight of several matrices: in 4 bits, one kernel for all experts
+    if there are few pairs of each."""
+    one_by_one = experts.one_by_one(weight, num_experts, product_of)
+    if weight.zeros is None:
+        return one_by_one
+
+    def few_pairs(x: Tensor, _: Tensor, pairs: Pairs) -> Tensor:
+        if len(pairs.rows) > FEW_ROWS * num_experts:
+            return one_by_one(x, _, pairs)
+        return multiply(x[pairs.rows], weight, pairs.ends).to(x.dtype)
+
+    return few_pairs

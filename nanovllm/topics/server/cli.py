@@ -18,9 +18,9 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
-from nanovllm.device import first_light
 from nanovllm.options import Options, shown
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.topics.first_light import command as first_light
 from nanovllm.topics.lab import serving
 from nanovllm.topics.server.settings import ReplicaOptions, ServerOptions
 

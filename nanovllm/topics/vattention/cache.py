@@ -48,6 +48,7 @@ class VirtualShape:
         cuts = [self.cut(1, limits), self.cut(shape.num_layers, limits)]
         self.pieces = max(cuts, key=lambda pieces: pieces.quality)
         self.block_bytes = self.pieces.num * self.pieces.size
+        self.state_bytes = 0  # a model with states is refused
         self._check(limits)
 
     def cut(self, num: int, limits: Limits) -> Pieces:
@@ -79,7 +80,7 @@ class VirtualShape:
     def seen_in(self, view: Tensor, length: int) -> Tensor:
         """The tensor that lies in these bytes: n times `length` tokens, piece after piece. [2,
         num_layers, n, length, num_kv_heads, head_dim]"""
-        layers, _, *heads, dtype = self.shape
+        layers, _, *heads, dtype = self.shape[:5]
         stride = self.pieces.size // self.block_size // dtype.itemsize
         # [pieces, n, length, numbers from one token to the next]
         numbers = view.view(dtype).unflatten(0, (self.pieces.num, -1, length, stride))

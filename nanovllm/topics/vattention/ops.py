@@ -7,23 +7,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.config import Limits
+from nanovllm.layers import torch_attention
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.layers.torch_attention import group_by_context
-from nanovllm.topics.vattention.cache import NO_ROW, VirtualCache
+from nanovllm.topics.vattention.cache import NO_ROW, VirtualCache, VirtualShape
+from nanovllm.topics.vattention.memory import system_of
 
 Groups = list[list[int]]  # of sequences
 # a call of PyTorch's attention takes as long as it takes to read this much
 CALL_BYTES = 2**18
 
 NAME = "vattention"
-CAN_BE_RECORDED = False
-IS_COMPILED = False
+COMPILES_AT_FIRST_USE = False
 add_and_norm = torch_ops.add_and_norm
 copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate
 sample = torch_ops.sample
 silu_and_mul = torch_ops.silu_and_mul
+recorder = torch_ops.recorder
+grouped_product = torch_ops.grouped_product
+quantized_product = torch_ops.quantized_product
+quantized_experts = torch_ops.quantized_experts
+delta_rule = torch_ops.delta_rule
+
+
+def cache_shape(shape: CacheShape, limits: Limits, device: torch.device) -> VirtualShape:
+    return VirtualShape(shape, limits, system_of(device))
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:

@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from nanovllm.backends import torch_ops
 from nanovllm.config import EMBEDDED_MODEL
-from nanovllm.layers import torch_ops
 from nanovllm.models.dense import DenseModel
 from tutorials.exercises.checks.expect import expect, unchanged
 from tutorials.ladder.qwen3 import Qwen3, attention

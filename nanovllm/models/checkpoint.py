@@ -8,6 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanovllm.layers.linear import Groups, Linear
+
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
@@ -24,6 +26,10 @@ class Reader:
 
     def add_parameters(self, model: nn.Module) -> None:
         """Adds what the layers have besides weights and biases: nothing."""
+
+    def groups_of(self, linear: Linear) -> Groups | None:
+        """The groups of a loaded layer, if the checkpoint stores its weight in few bits."""
+        return None
 
     def tensors_of(self, file: Path) -> AbstractContextManager[Any]:
         """A context manager with the tensors of a file, as those of an ordinary checkpoint."""

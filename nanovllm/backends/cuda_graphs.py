@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.config import Limits
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
-from nanovllm.layers.ops import Ops
 from nanovllm.layers.sampler import Sampling
+from nanovllm.models.dense import DenseModel
 from nanovllm.step import StepInputs, buffer_slices
 
 DECODES = [1, 2, 4, 8, *range(16, 513, 16)]
@@ -36,19 +36,17 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: nn.Module,
-        ops: Ops,
+        model: DenseModel,
         kv_cache: KVCache,
         limits: Limits,
     ):
         self.model = model
-        self.ops = ops
+        self.ops = model.ops
         self.kv_cache = kv_cache
         self.limits = limits
         self.device = kv_cache.tensor.device
         self.sizes = graph_sizes(limits)
         max_blocks_per_seq = -(-limits.max_model_len // kv_cache.block_size)
-        self.has_states = getattr(model, "states", None) is not None
         self.max_table_blocks = self.sizes[-1] * max_blocks_per_seq
         self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
@@ -77,7 +75,7 @@ class StepGraphs:
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
             context_lens=torch.zeros(size, dtype=torch.int32),
             cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
-            state_slots=torch.zeros(size, dtype=torch.int64) if self.has_states else None,
+            state_slots=torch.zeros(size, dtype=torch.int64) if self.kv_cache.states else None,
             block_tables=no_block,
             num_decodes=size,
             max_context=self.limits.max_model_len,

@@ -4,12 +4,20 @@ See ops.py for what the functions do; they are tested in tests/core/test_ops.py.
 16-bit result is rounded once, at the end.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from nanovllm.backends import torch_ops
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
@@ -17,9 +25,14 @@ from nanovllm.layers.triton_attention import paged_attention as paged_attention
 from nanovllm.layers.triton_int8 import store_int8
 from nanovllm.layers.triton_sampler import sample as sample
 
+if TYPE_CHECKING:
+    from nanovllm.backends.cuda_graphs import StepGraphs
+    from nanovllm.config import Limits
+    from nanovllm.layers.experts import Pairs
+
 NAME = "triton"
-CAN_BE_RECORDED = True
-IS_COMPILED = True
+COMPILES_AT_FIRST_USE = True
+cache_shape = torch_ops.cache_shape
 
 
 @triton.jit
@@ -176,3 +189,35 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x.new_empty(len(x), size)
     silu_and_mul_kernel[(len(x), triton.cdiv(size, part))](out, x, size, part)
     return out
+
+
+def recorder(model: Any, kv_cache: KVCache, limits: Limits) -> StepGraphs:
+    from nanovllm.backends.cuda_graphs import StepGraphs  # chapter 11
+
+    return StepGraphs(model, kv_cache, limits)
+
+
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+    """One launch for all experts."""
+    from nanovllm.layers.triton_products import multiply  # chapter 05
+
+    rows = matrices.flatten(0, 1)
+    return multiply(x, rows, rows, rows, 1, 16, pairs)  # neither scales nor zeros
+
+
+def quantized_product(weight: Groups) -> Quantized:
+    from nanovllm.topics.quantization.triton_product import product_of  # chapter 21
+
+    return product_of(weight)
+
+
+def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
+    from nanovllm.topics.quantization.triton_product import experts_of  # chapter 21
+
+    return experts_of(weight, num_experts)
+
+
+def delta_rule(*inputs) -> Tensor:
+    from nanovllm.topics.hybrid.triton_delta import decode  # chapter 23
+
+    return decode(*inputs)

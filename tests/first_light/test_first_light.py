@@ -1,6 +1,6 @@
 """nanovllm first-light runs without a GPU, so that no typo waits for the first minutes on one.
 
-Run: pytest tests/device/test_first_light.py --slow
+Run: pytest tests/first_light/test_first_light.py --slow
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.device import first_light
+from nanovllm.topics.first_light import command as first_light
 from tutorials import machine
 
 PROBLEM = machine.interpreter_problem()

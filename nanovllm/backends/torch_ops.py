@@ -1,21 +1,27 @@
 """The backend in plain PyTorch, for every device. See ops.py for what its functions do."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.kv_cache import CacheShape, KVCache
+from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention
 from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
 
+if TYPE_CHECKING:
+    from nanovllm.layers.experts import Pairs
+
 NAME = "torch"
-CAN_BE_RECORDED = False  # attention reads lengths on the CPU
-IS_COMPILED = False
+COMPILES_AT_FIRST_USE = False
 layout = Layout
 
 
@@ -95,3 +101,35 @@ rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def cache_shape(shape: CacheShape, *_: object) -> CacheShape:
+    return shape
+
+
+def recorder(*_: object) -> None:
+    """None: attention reads lengths on the CPU."""
+
+
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+    from nanovllm.layers.experts import product  # chapter 05
+
+    return product(x, matrices, pairs)
+
+
+def quantized_product(weight: Groups) -> Quantized:
+    from nanovllm.topics.quantization.int8 import product_of  # chapter 21
+
+    return product_of(weight)
+
+
+def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
+    from nanovllm.topics.quantization.experts import one_by_one  # chapter 21
+
+    return one_by_one(weight, num_experts, quantized_product)
+
+
+def delta_rule(*inputs) -> Tensor:
+    from nanovllm.topics.hybrid.delta import decode  # chapter 23
+
+    return decode(*inputs)

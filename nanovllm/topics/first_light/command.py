@@ -135,9 +135,8 @@ def speed_of(llm: Any, batch: int, copied: float, count: int, not_read: int = 0)
     weights = llm.runner.model.parameters()
     num_bytes = sum(weight.nbytes for weight in weights) - not_read
     num_bytes += num_tokens * llm.runner.shape.block_bytes // llm.runner.shape.block_size
-    states = llm.runner.model.states
-    if states:  # each is read and written
-        num_bytes += 2 * batch * states.nbytes // (llm.limits.max_num_seqs + 1)
+    shape = llm.runner.shape  # each state is read and written
+    num_bytes += 2 * batch * shape.state_bytes // (shape.num_slots + 1)
     return {
         "tokens_per_second": round(batch / seconds),
         "step_ms": 1e3 * seconds,

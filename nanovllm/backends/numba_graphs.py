@@ -14,12 +14,12 @@ import torch
 from numba.core import config
 from torch import Tensor, nn
 
-from nanovllm.device.threads import Threads
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import store_kv_kernel
-from nanovllm.layers.numba_ops import SMALL, array
+from nanovllm.layers.numba_products import IN_8_BITS, in_4_bits
+from nanovllm.layers.numba_run import SMALL, array
 from nanovllm.layers.numba_step import (
     PLAIN,
     Form,
@@ -46,14 +46,12 @@ NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales an
 class NumbaStep:
     """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
-    sizes = (FEW,)  # one function serves all numbers of sequences up to this one
-
-    def __init__(self, model: DenseModel, kv_cache: KVCache, threads: Threads, forms: Forms):
-        self.threads = threads
+    def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms):
         self.hooks = [module._forward_hooks for module in model.modules()]
         self.hooks += [module._forward_pre_hooks for module in model.modules()]
         self.pool: ThreadPoolExecutor | None = None
         self.process = 0  # whose threads the pool has
+        self.sizes = [FEW]  # one function serves all numbers of sequences up to this one
         decoder = model.model
         layers: Any = decoder.layers
         attention = layers[0].self_attn
@@ -133,7 +131,6 @@ class NumbaStep:
         tables = (batch.cu_blocks, batch.block_tables)
         arrays = map(array, (step.input_ids, step.positions, slots, contexts, *tables))
         self._call(Inputs(*arrays))
-        self.threads.finish_alone()
         step.logits = self.logits[step.sampled_rows]
         return self.last[:size], step
 
@@ -161,7 +158,7 @@ class NumbaStep:
         return self.pool
 
 
-def bind(model: Any, kv_cache: KVCache, threads: Any) -> NumbaStep | None:
+def bind(model: Any, kv_cache: KVCache) -> NumbaStep | None:
     """A NumbaStep; None if there is none for this model, or if it would copy too much."""
     is_compiled = not config.DISABLE_JIT  # type: ignore[attr-defined]
     if type(model) is not DenseModel or not is_compiled:
@@ -178,7 +175,7 @@ def bind(model: Any, kv_cache: KVCache, threads: Any) -> NumbaStep | None:
         logger.info("decodes run layer by layer: %s, %s", copied, most)
         return None
     logger.info("a decode of 1 to %d sequences is one call: %s", FEW, copied)
-    return NumbaStep(model, kv_cache, threads, forms)
+    return NumbaStep(model, kv_cache, forms)
 
 
 def linears_of(module: nn.Module) -> list[Linear]:
@@ -188,7 +185,12 @@ def linears_of(module: nn.Module) -> list[Linear]:
 
 def form_of(linear: Linear) -> Form | None:
     """How the layer's weight is kept; None if there is no kernel for it."""
-    return getattr(linear, "form", None) if linear.weight.is_meta else PLAIN
+    quantized = linear.quantized
+    if quantized is None:
+        return PLAIN
+    if quantized.zeros is not None:
+        return in_4_bits(quantized.group)
+    return IN_8_BITS if quantized.scales.shape[1] == 1 else None
 
 
 def has_tied_head(model: DenseModel) -> bool:
@@ -198,7 +200,7 @@ def has_tied_head(model: DenseModel) -> bool:
 
 def row_bytes(linear: Linear) -> int:
     """What the weight takes as rows. One in 4 bits counts as if it had 8."""
-    return linear.weight.numel() * (1 if linear.weight.is_meta else linear.weight.itemsize)
+    return linear.weight.numel() * (1 if linear.quantized else linear.weight.itemsize)
 
 
 def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = None) -> Weights:
@@ -213,9 +215,10 @@ def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = No
 def rows_of(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of a weight."""
     weight = linear.weight
-    if weight.is_meta:
-        codes, scales, zeros = linear.groups()  # type: ignore[operator]
-        return codes, scales, NOTHING[1] if zeros is None else zeros
+    quantized = linear.quantized
+    if quantized is not None:
+        zeros = NOTHING[1] if quantized.zeros is None else quantized.zeros
+        return quantized.codes(), quantized.scales, zeros
     return (weight.to_dense() if weight.is_mkldnn else weight), *NOTHING
 
 

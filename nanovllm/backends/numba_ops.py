@@ -5,18 +5,20 @@ See ops.py for what the functions do, and numba_kernels.py for the kernels. They
 tests/core/test_ops.py.
 """
 
-import os
+from __future__ import annotations
+
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers import torch_attention, torch_ops
+from nanovllm.backends import torch_ops
+from nanovllm.layers import torch_attention
 from nanovllm.layers.batch import Batch
+from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import (
     add_and_norm_kernel,
@@ -25,15 +27,18 @@ from nanovllm.layers.numba_kernels import (
     silu_and_mul_kernel,
     store_kv_kernel,
 )
+from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.ops import Norm
 
+if TYPE_CHECKING:
+    from nanovllm.backends.numba_graphs import NumbaStep
+    from nanovllm.layers.experts import Pairs
+
 NAME = "numba"
-CAN_BE_RECORDED = True  # see numba_step.py
-IS_COMPILED = True
-SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
-INTEGERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+COMPILES_AT_FIRST_USE = True
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
+cache_shape = torch_ops.cache_shape
 
 
 class Layout(torch_attention.Layout):
@@ -53,36 +58,6 @@ class Layout(torch_attention.Layout):
 
 
 layout = Layout
-
-
-def array(tensor: Tensor) -> np.ndarray:
-    """The same memory as a numpy array. Of 16-bit numbers, numba knows only integers: see
-    numba_kernels.as_float32."""
-    tensor = tensor.detach().contiguous()
-    integer = INTEGERS.get(tensor.dtype)
-    return tensor.numpy() if integer is None else tensor.view(integer).numpy()
-
-
-@cache
-def pool(process: int) -> ThreadPoolExecutor:
-    """The threads of this process: a forked process has none of them."""
-    return ThreadPoolExecutor(os.cpu_count(), "kernels")
-
-
-def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> None:
-    """Runs all programs of a kernel. If there is enough work, on as many threads as PyTorch
-    uses."""
-    num_threads = min(torch.get_num_threads(), num_programs) if work >= SMALL else 1
-    if num_threads <= 1:
-        kernel(*arguments, 0, num_programs)
-        return
-    ends = [num_programs * i // num_threads for i in range(num_threads + 1)]
-    (begin, end), *others = pairwise(ends)
-    threads = pool(os.getpid())
-    running = [threads.submit(kernel, *arguments, *part) for part in others]
-    kernel(*arguments, begin, end)
-    for one in running:
-        one.result()
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
@@ -149,3 +124,33 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x.new_empty(len(x), x.shape[1] // 2)
     run(silu_and_mul_kernel, (array(out), array(x)), len(x), 4 * x.numel())
     return out
+
+
+def recorder(model: Any, kv_cache: KVCache, _: object) -> NumbaStep | None:
+    from nanovllm.backends.numba_graphs import bind  # chapter 11
+
+    return bind(model, kv_cache)
+
+
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+    from nanovllm.layers.numba_experts import product  # chapter 05
+
+    return product(x, matrices, pairs)
+
+
+def quantized_product(weight: Groups) -> Quantized:
+    from nanovllm.topics.quantization.numba_product import product_of  # chapter 21
+
+    return product_of(weight)
+
+
+def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
+    from nanovllm.topics.quantization.numba_product import experts_of  # chapter 21
+
+    return experts_of(weight, num_experts)
+
+
+def delta_rule(*inputs) -> Tensor:
+    from nanovllm.topics.hybrid.numba_delta import decode  # chapter 23
+
+    return decode(*inputs)
