@@ -58,6 +58,13 @@ class Caches:
                 reason = error.strerror or str(error)
             raise ValueError(f"there is no room for {what}: {reason}") from error
 
+        gib = num_blocks * shape.block_bytes / 2**30
+        size = f"{num_blocks:,} blocks of {shape.block_size} tokens, {gib:.1f} GiB"
+        if shape.state_bytes:
+            states = f"states of {shape.num_slots:,} sequences, {shape.state_bytes / 2**30:.1f} GiB"
+            size = f"{size}; {states}"
+        logger.info("KV cache: %s", size)
+
     def move(self, moves: Moves, ops: Ops) -> None:
         """Swaps blocks, then copies states and blocks."""
         if self.on_host is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import TOKENS_PER_STEP, Config
@@ -44,6 +44,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.schedule import Drawn, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+
+if TYPE_CHECKING:
+    from nanovllm.topics.checks.schedules import ScheduleChecks
+    from nanovllm.topics.decoding.beam_search import BeamSearchParams
 
 SEED_STEP = 0x5851F42D4C957F2D  # odd, so that the seeds of 2**63 requests are all different
 
@@ -109,7 +113,7 @@ class LLM:
         self.inbox = Inbox(self.scheduler, self.states, self.recovery)
 
         # a user's scheduler is checked in each step
-        self.planner: Any = self.scheduler
+        self.planner: Scheduler | ScheduleChecks = self.scheduler
         if config.scheduler_cls or config.block_manager_cls:
             from nanovllm.topics.checks.classes import check_made  # chapter 03
             from nanovllm.topics.checks.schedules import ScheduleChecks  # chapter 03
@@ -243,7 +247,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompts, params: Any = None, use_tqdm: bool = True
+        self, prompts: Prompts, params: BeamSearchParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Returns the most likely outputs for each prompt, best first. All methods except `stream`
         also take BeamSearchParams."""

@@ -90,14 +90,12 @@ def load_config(path: Path):
     stored = read_json(file)
     with reading(file):
         # before transformers asks whether to run its code
-        if stored.get("model_type") not in [*FAMILIES]:
-            from nanovllm.models.families import refusal_of  # chapter 05
-
-            raise refusal_of(stored, (*FAMILIES,))
+        check_family(stored.get("model_type"), stored)
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_family(config.model_type, stored)  # transformers makes another type of some
         config = model_class(config).checked(config)
         if is_quantized(config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
@@ -110,6 +108,14 @@ def load_config(path: Path):
         # raises if the rope settings are invalid
         model_class(config).rope_of(config, max_model_len=1)
     return config
+
+
+def check_family(model_type: object, stored: dict) -> None:
+    """Raises ValueError for a model_type that no family has, with the parts of `stored`."""
+    if model_type not in [*FAMILIES]:
+        from nanovllm.models.families import refusal_of  # chapter 05
+
+        raise refusal_of(stored | {"model_type": model_type}, (*FAMILIES,))
 
 
 def is_quantized(config) -> bool:

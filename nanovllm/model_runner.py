@@ -1,12 +1,13 @@
 """ModelRunner: a schedule in, sampled tokens out. It owns the model and the KV cache."""
 
-import logging
+from __future__ import annotations
+
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ from nanovllm.schedule import Drawn, Schedule
 from nanovllm.sequence import TokenLogprobs
 from nanovllm.step import Recorder, StepInputs, integers, sampling_of
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from nanovllm.topics.decoding.prompt_logprobs import PromptScores
 
 NO_TOKEN = -1  # in place of a token id: the row of logits is not finite
 
@@ -305,7 +307,7 @@ def collect(
     results: list[Tensor],
     arrived: torch.cuda.Event | None,
     wanted: list[int | None],
-    scores: Any,
+    scores: PromptScores | None,
 ) -> Drawn:
     """Waits for the results of `sample`. Each sequence gets the log-probability of its token, and
     those of as many of the most likely tokens as it wants."""

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.processing.states import RequestState, RequestStates
 from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
+
+if TYPE_CHECKING:
+    from nanovllm.device.overlap import Launched
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Recovery:
     new_block_manager: Callable[[], BlockManager]
     is_changing: bool = False  # while the state changes; still set if that was interrupted
     schedule: Schedule | None = None  # of the step that runs
-    in_flight: Any = None  # the step behind it, if it has been launched already: a Launched
+    in_flight: Launched | None = None  # the step behind it, if it has been launched already
     suspects: deque[Request] = field(default_factory=deque)
     """Requests of a step that failed. The first one runs alone; all other requests wait."""
     has_passed: bool = False  # whether the first suspect has got a token

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from functools import cached_property
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Limits
@@ -20,6 +18,9 @@ from nanovllm.options import PromptTooLong, refusal
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
 from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
+
+if TYPE_CHECKING:
+    from nanovllm.topics.decoding.drafts import Proposer
 
 
 class Scheduler:
@@ -39,7 +40,7 @@ class Scheduler:
         self.max_num_seqs = limits.max_num_seqs
         self.max_model_len = limits.max_model_len
         self.block_manager = block_manager
-        self.proposer: Any = None  # a Proposer of draft tokens, which the engine sets
+        self.proposer: Proposer | None = None  # of draft tokens: the engine sets it
         self.clock = time.monotonic  # in seconds; a simulator has its own
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -230,7 +231,9 @@ class Scheduler:
             swap_in(manager, first)
         request.has_forked = not others
         if others:
-            self.groups.share(request, manager)
+            from nanovllm.topics.decoding import groups  # chapter 13
+
+            groups.share(request, manager)
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
@@ -248,7 +251,9 @@ class Scheduler:
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:
-            return self.groups.tokens_to_compute(request, schedule)
+            from nanovllm.topics.decoding import groups  # chapter 13
+
+            return groups.tokens_to_compute(request, schedule)
         seq = seqs[0]
         num_fed = min(len(seq.token_ids), request.max_len - 1)
         return schedule.next_tokens(seq, num_fed - seq.num_computed_tokens)
@@ -294,7 +299,9 @@ class Scheduler:
         for seq, start, num_tokens in schedule.items:
             seq.num_computed_tokens = start + num_tokens
             if not seq.request.has_forked:
-                self.groups.fork(seq.request, self.block_manager)
+                from nanovllm.topics.decoding import groups  # chapter 13
+
+                groups.fork(seq.request, self.block_manager)
         schedule.has_advanced = True
 
     def update(
@@ -344,13 +351,6 @@ class Scheduler:
             queue = self.running if request in self.running else self.waiting
             if request in queue:
                 queue.remove(request)
-
-    @cached_property
-    def groups(self) -> ModuleType:
-        """How the sequences of a request with several of them share a step."""
-        from nanovllm.topics.decoding import groups  # chapter 13
-
-        return groups
 
     def _free_host(self, seq: Sequence) -> None:
         """Frees the host blocks of a sequence that was swapped out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -35,8 +35,6 @@ class Sequence:
     state_slot: int = 0  # of its state, in a hybrid model (chapter 23); 0 is none
     host_table: list[int] = field(default_factory=list)  # its blocks in host memory, if swapped out
     num_host_tokens: int = 0  # tokens in them
-    token_counts: Any = None  # see penalties.TokenCounts
-    lookup: Any = None  # see drafts.Lookup
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -82,6 +80,19 @@ class Sequence:
 Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
 
 
+class Rules(Protocol):
+    """What changes the logits of a request: LogitsRules in topics/decoding."""
+
+    biases: dict[int, float]
+    has_penalty: bool
+    words: Any
+    grammar: Any
+    counts: dict[int, Any]
+
+    def check(self, seq: Sequence) -> None:
+        """Raises an error if the sequence has ended and breaks a rule."""
+
+
 @dataclass(eq=False, repr=False)
 class Request:
     """One prompt with its parameters, and its `params.n` sequences.
@@ -106,7 +117,7 @@ class Request:
     has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     user_priority: int = 0  # the smallest is served first
-    rules: Any = None  # what changes its logits: LogitsRules, if it `needs_rules`
+    rules: Rules | None = None  # what changes its logits, if it `needs_rules`
     # of the prompt's tokens, as far as computed, if requested; the first one has none
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
@@ -176,6 +187,8 @@ class Request:
         self.has_forked = False
         if self.is_new:
             return
+        if self.rules is not None:
+            self.rules.counts.clear()
         for seq in self.sequences:
             seq.forget_pending()
         shortest = min((len(seq) for seq in self.unfinished), default=0)
@@ -184,7 +197,6 @@ class Request:
                 del seq.token_ids[shortest:]
             if seq.logprobs is not None:
                 del seq.logprobs[seq.num_output_tokens :]
-            seq.token_counts = None
             seq.forget_blocks()
 
     def __repr__(self) -> str:

@@ -50,8 +50,8 @@ class StepGraphs:
         self.max_table_blocks = self.sizes[-1] * max_blocks_per_seq
         self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
-        self.pool: Any = None
-        self.stream: Any = None
+        self.pool: Any = None  # of memory, which all recordings share
+        self.stream: torch.cuda.Stream | None = None
         if self.device.type != "cpu":
             # one for all recordings: memory and cuBLAS' workspaces are reused within a stream
             self.stream = torch.cuda.Stream(self.device)

@@ -126,7 +126,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def recorder(model: Any, kv_cache: KVCache, _: object) -> NumbaStep | None:
+def recorder(model: Any, kv_cache: KVCache, limits: Any) -> NumbaStep | None:
     from nanovllm.backends.numba_graphs import bind  # chapter 11
 
     return bind(model, kv_cache)
@@ -150,7 +150,7 @@ def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]
     return experts_of(weight, num_experts)
 
 
-def delta_rule(*inputs) -> Tensor:
+def delta_rule(*inputs: Any) -> Tensor:
     from nanovllm.topics.hybrid.numba_delta import decode  # chapter 23
 
     return decode(*inputs)

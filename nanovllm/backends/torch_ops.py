@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +103,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def cache_shape(shape: CacheShape, *_: object) -> CacheShape:
+def cache_shape(shape: CacheShape, limits: Any, device: torch.device) -> CacheShape:
     return shape
 
 
-def recorder(*_: object) -> None:
+def recorder(model: nn.Module, kv_cache: KVCache, limits: Any) -> None:
     """None: attention reads lengths on the CPU."""
 
 
@@ -129,7 +129,7 @@ def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]
     return one_by_one(weight, num_experts, quantized_product)
 
 
-def delta_rule(*inputs) -> Tensor:
+def delta_rule(*inputs: Any) -> Tensor:
     from nanovllm.topics.hybrid.delta import decode  # chapter 23
 
     return decode(*inputs)

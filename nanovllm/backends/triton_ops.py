@@ -217,7 +217,7 @@ def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]
     return experts_of(weight, num_experts)
 
 
-def delta_rule(*inputs) -> Tensor:
+def delta_rule(*inputs: Any) -> Tensor:
     from nanovllm.topics.hybrid.triton_delta import decode  # chapter 23
 
     return decode(*inputs)

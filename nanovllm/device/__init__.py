@@ -1,4 +1,4 @@
-"""The machine: device, dtype and backend, memory, CUDA graphs, threads; the first minutes on a GPU.
+"""The machine: device, dtype and backend, memory, threads, two steps in flight.
 
 Chapters: 07_step, 11_graphs.
 """

@@ -7,16 +7,15 @@ that looks at the values of tokens ever sees one. Imports no torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.schedule import Drawn, Schedule
 from nanovllm.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from nanovllm.recovery import Recovery
+from nanovllm.sequence import Request
 
 
 class Launched(NamedTuple):
@@ -41,8 +40,16 @@ class Launched(NamedTuple):
         return token_ids, logprobs
 
 
+class Flight(Protocol):
+    """What Recovery knows of the steps."""
+
+    schedule: Schedule | None  # of the step that runs
+    in_flight: Launched | None
+    suspects: deque[Request]
+
+
 def run_ahead(
-    scheduler: Scheduler, runner: Any, recovery: Recovery, is_ahead: bool
+    scheduler: Scheduler, runner: Any, recovery: Flight, is_ahead: bool
 ) -> tuple[Schedule, Drawn]:
     """The step in flight, and its tokens. If `is_ahead`, the next step is launched before they are
     read, unless it can only be planned with them."""
@@ -62,7 +69,7 @@ def run_ahead(
     return step.schedule, step.read()
 
 
-def launched(scheduler: Scheduler, runner: Any, recovery: Recovery) -> Launched | None:
+def launched(scheduler: Scheduler, runner: Any, recovery: Flight) -> Launched | None:
     """Plans a step, and lets the device start it. None if there is nothing to compute: all that
     runs ends with its pending token."""
     schedule = scheduler.schedule()

@@ -88,17 +88,9 @@ class Ops(Protocol):
         """The grouped product with a weight in 8 or 4 bits. It has the matrices of all experts, one
         below the other. The product takes what grouped_product takes."""
 
-    def delta_rule(
-        self,
-        qkv: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        sizes: tuple[int, int],
-        states: Tensor,
-        slots: Tensor,
-        is_new: Tensor,
-    ) -> Tensor:
-        """One token of each sequence by the gated delta rule: see topics/hybrid/delta.decode."""
+    def delta_rule(self, *inputs: Any) -> Tensor:
+        """One token of each sequence by the gated delta rule: takes and returns what decode in
+        topics/hybrid/delta.py does."""
 
 
 def try_out(ops: Ops, device: torch.device) -> None:

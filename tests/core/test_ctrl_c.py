@@ -15,7 +15,7 @@ import pytest
 from fake_engine import SETTINGS, answered_requests, check_clean, new_llm, result
 
 import nanovllm
-from nanovllm.processing import turns
+from nanovllm import inbox
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 NUM_PLACES = 30
@@ -73,7 +73,7 @@ def test_after_a_ctrl_c_the_next_call_works(setting):
 @pytest.mark.parametrize("has_request", [False, True])
 def test_a_ctrl_c_whose_exception_is_kept_leaves_the_lock_free(has_request):
     """A REPL keeps the last exception, and with it the frames of the step. Interrupted is the code around the lock."""
-    files = (turns.__file__, contextlib.__file__)
+    files = (inbox.__file__, contextlib.__file__)
 
     def interrupted(at: int | None) -> tuple[int, BaseException | None]:
         llm = new_llm()

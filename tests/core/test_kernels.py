@@ -18,6 +18,7 @@ from backends import DEVICE, PROBLEM, TOLERANCE, check_attention, move_batch
 from compile_kernels import ptxas_problem
 from far_blocks import moved_away
 
+from nanovllm.backends import triton_ops
 from nanovllm.config import Limits
 from nanovllm.device.memory import warm_up_steps
 from nanovllm.layers import (
@@ -25,7 +26,6 @@ from nanovllm.layers import (
     sampler,
     torch_sampler,
     triton_attention,
-    triton_ops,
     triton_sampler,
 )
 from nanovllm.layers.sampler import Sampling

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm import layers
+from nanovllm import backends
 from nanovllm.backends import torch_ops
 from nanovllm.config import Config
 from nanovllm.device import choose
@@ -26,7 +26,7 @@ MODULE = "nanovllm.backends.triton_ops"
 
 def choose_on_gpu(monkeypatch, backend: str, errors: dict[str, Exception]):
     """The backend that is chosen on a GPU, on which these raise errors when they are tried out."""
-    monkeypatch.setattr(layers, "triton_ops", SimpleNamespace(__name__=MODULE), raising=False)
+    monkeypatch.setattr(backends, "triton_ops", SimpleNamespace(__name__=MODULE), raising=False)
 
     def try_out(ops, device):
         assert device == GPU
@@ -62,7 +62,7 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, backend):
 
 def test_where_all_is_well(monkeypatch, caplog):
     for backend in ("auto", "triton"):
-        assert choose_on_gpu(monkeypatch, backend, {}) is layers.triton_ops
+        assert choose_on_gpu(monkeypatch, backend, {}) is backends.triton_ops
     assert choose_on_gpu(monkeypatch, "torch", {}) is torch_ops
     assert not caplog.messages
 
@@ -70,7 +70,7 @@ def test_where_all_is_well(monkeypatch, caplog):
 def test_without_triton_pytorch_computes_and_says_nothing(monkeypatch, caplog):
     """As on Windows, where nothing can be installed."""
     monkeypatch.setitem(sys.modules, MODULE, None)
-    monkeypatch.delattr(layers, "triton_ops", raising=False)
+    monkeypatch.delattr(backends, "triton_ops", raising=False)
     monkeypatch.setattr(choose, "try_out", lambda ops, device: None)
     config = Config(attention_backend="auto")
     assert choose.choose_ops(config, GPU, torch.bfloat16) is torch_ops and not caplog.messages

@@ -32,7 +32,9 @@ OTHERS = ("numba", "triton", "experts")  # what a dense prompt with PyTorch's ba
 def is_core(name: str) -> bool:
     """Whether a file lies in the root, in layers or in models, and is not of another backend or family."""
     folder = name.rpartition("/")[0]
-    return folder in ("", "backends", "layers", "models") and not any(other in name for other in OTHERS)
+    return folder in ("", "backends", "layers", "models") and not any(
+        other in name for other in OTHERS
+    )
 
 
 def total(names) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from nanovllm.backends import torch_ops
 from nanovllm.config import Config
 from nanovllm.layers.experts import Stack, product
 from nanovllm.layers.linear import Linear
-from nanovllm.topics.quantization.groups import dequantized
+from nanovllm.topics.quantization.groups import Groups, dequantized
 from nanovllm.topics.quantization.layers import quantizer
 
 PROMPT = [*range(1, 60)]
@@ -150,16 +150,10 @@ def check_near(llm, model, most) -> None:
     assert max(abs(logprob - expected[i].item()) for i, logprob in found.items()) < most
 
 
-def weights_in(product) -> list[torch.Tensor]:
-    """What the codes of a layer stand for. Experts may have a product each."""
-    found = product.keywords
-    if "weight" in found:
-        return [dequantized(found["weight"])]
-    return [
-        weight
-        for one in found.get("products", [found.get("product")])
-        for weight in weights_in(one)
-    ]
+def weight_in(layer: Linear) -> torch.Tensor:
+    """What the codes of a layer stand for."""
+    held = layer.quantized
+    return dequantized(Groups(held.codes(), held.scales, held.zeros))
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -200,7 +194,7 @@ def test_codes(case, tmp_path):
         if isinstance(module, Linear) and module.weight.is_meta:
             parts = [name.replace(name.split(".")[-1], part) for part in module.part_slices]
             weights = [matrices(model)[part] for part in parts or [name]]
-            assert torch.equal(torch.cat(weights_in(module.product)).cpu(), torch.cat(weights))
+            assert torch.equal(weight_in(module).cpu(), torch.cat(weights))
             num_groups += 1
     assert num_groups == 8 + ("lm_head" in CASES[case])
     if CASES[case]["group_size"] == 32:
@@ -249,7 +243,7 @@ def test_a_hybrid_model_with_the_names_of_a_vision_model(settings, family, tmp_p
     llm = LLM(path, **OPTIONS)
     for module in llm.runner.model.modules():
         if isinstance(module, Linear) and module.weight.is_meta:  # without rounded activations
-            weight = torch.cat(weights_in(module.product)).cpu()
+            weight = weight_in(module).cpu()
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
             module.product = product if isinstance(module, Stack) else F.linear
     check_near(llm, model, 1e-3)

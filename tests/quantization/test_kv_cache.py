@@ -197,7 +197,7 @@ def test_a_block_has_a_quarter_of_the_bytes(path, caplog):
     assert plain.block_bytes == 2 * 28 * 16 * 8 * 512
     sizes = dict(block_size=4, max_num_seqs=256, kv_cache_gib=0.002, dtype="float32")
     int8, floats = (LLM(path, kv_cache_dtype=name, **sizes).runner for name in ("int8", "auto"))
-    assert int8.shape == (2, 4, 2, 36, torch.int8) and floats.shape.dtype == torch.float32
+    assert int8.shape[:5] == (2, 4, 2, 36, torch.int8) and floats.shape.dtype == torch.float32
     assert int8.shape.block_bytes * 128 == floats.shape.block_bytes * 36
     assert int8.num_blocks == int(0.002 * 2**30) // int8.shape.block_bytes
 

@@ -193,7 +193,7 @@ def test_rows_that_are_not_finite_and_rows_of_zeros(form):
 def test_a_head_is_quantized_in_pieces(form, monkeypatch):
     weight = torch.randn(100, 96)
     monkeypatch.setattr(layers, "ROWS", 16)
-    found = prepared(form, weight).product.keywords["product"].keywords["weight"]
+    found = prepared(form, weight).quantized.weight
     whole = (groups.in_8_bits if "8" in form else groups.in_4_bits)(weight)
     for part, other in zip(found, whole, strict=True):
         assert part is other or torch.equal(part, other)

@@ -108,8 +108,8 @@ def test_triton_is_near_pytorch(path, form, monkeypatch):
     monkeypatch.setattr(int8, "largest_code", lambda: 0)
     options = {"dtype": "float32", "num_blocks": 50, "quantization": form}
     ours, theirs = (LLM(path, attention_backend=name, **options) for name in ("torch", "triton"))
-    product = theirs.runner.model.model.layers[0].mlp.down_proj.product.keywords["product"]
-    assert product.func.__module__ == "nanovllm.topics.quantization.triton_product"
+    held = theirs.runner.model.model.layers[0].mlp.down_proj.quantized
+    assert held.multiply.__module__ == "nanovllm.topics.quantization.triton_product"
     check_near(first_logprobs(ours, PROMPT[:9]), first_logprobs(theirs, PROMPT[:9]), 0.5)
 
 

@@ -21,11 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from nanovllm.backends import triton_ops
 from nanovllm.layers import (
     triton_attention,
-    triton_experts,
     triton_int8,
-    triton_ops,
     triton_products,
     triton_sampler,
 )
@@ -156,7 +155,7 @@ def launch_experts(half: Any) -> None:
     """16 tokens in Qwen3-30B-A3B, whose experts have 1,536 x 2,048 numbers."""
     pairs = Pairs(longs(128), longs(128))  # as many as experts
     x, num_out, num_in = half(16, 2048), 1536, 2048
-    triton_experts.product(x, half(128, num_out, num_in), pairs)
+    triton_ops.grouped_product(x, half(128, num_out, num_in), pairs)
     codes, scales = (
         empty(128 * num_out, num_in // 256, 128, dtype=torch.uint8),
         empty(128 * num_out, 16),

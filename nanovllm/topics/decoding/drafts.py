@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import Options, Rule, integer
@@ -101,6 +102,7 @@ class Proposer:
 
     def __init__(self, config: SpeculativeConfig):
         self.config = config
+        self.lookups: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
         self.num_drafts = 0  # how often a sequence had draft tokens
         self.num_draft_tokens = 0
         self.num_accepted = Counter[int]()  # by place: 1 is a sequence's first draft token
@@ -116,9 +118,9 @@ class Proposer:
 
     def propose(self, seq: Sequence, most: int) -> Tokens[int]:
         """Up to `most` tokens that may follow."""
-        lookup = seq.lookup
+        lookup = self.lookups.get(seq)
         if lookup is None or lookup.num_tokens >= len(seq):  # it has lost tokens, in a fault
-            lookup = seq.lookup = Lookup(self.config)
+            lookup = self.lookups[seq] = Lookup(self.config)
         return lookup.propose(seq.token_ids, most)
 
     def add_drafts(

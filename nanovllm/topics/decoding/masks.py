@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.options import refusal
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Rules, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,14 +55,14 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     return Words(allowed, bad)
 
 
-def mask_of(seq: Sequence, num_bytes: int) -> bytes:
+def mask_of(seq: Sequence, rules: Rules, num_bytes: int) -> bytes:
     """A bit for each token. If no token is allowed, the sequence may end."""
     request = seq.request
     bits = (1 << 8 * num_bytes) - 1
-    words = request.rules.words
+    words = rules.words
     if words is not None:
         bits &= words.bits(seq)
-    grammar = request.rules.grammar
+    grammar = rules.grammar
     if grammar is not None:
         matcher = grammar.matcher_of(seq)
         mask = matcher.compute_bitmask()
@@ -79,8 +79,11 @@ def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     What is forbidden gets a finite logit, as kernels subtract one from another. So does what is
     allowed, even if `min_tokens` is against it: the mask wins.
     """
-    rules = [seq.request.rules for seq in seqs]
-    rows = [row for row, one in enumerate(rules) if one is not None and (one.words or one.grammar)]
+    rows = {}
+    for row, seq in enumerate(seqs):
+        rules = seq.request.rules
+        if rules is not None and (rules.words or rules.grammar):
+            rows[row] = rules
     if not rows:
         return logits
     import torch
@@ -88,7 +91,9 @@ def masked_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
     from nanovllm.step import integers, move
 
     num_bytes = -(-logits.shape[1] // 32) * 4
-    masks = bytearray().join(mask_of(seqs[row], num_bytes) for row in rows)
+    masks = bytearray()
+    for row, rules in rows.items():
+        masks += mask_of(seqs[row], rules, num_bytes)
     packed = torch.frombuffer(masks, dtype=torch.uint8).view(len(rows), -1, 1)
     moved = move({"rows": integers(rows), "packed": packed}, logits.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)

@@ -8,10 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Rules, Sequence
 from nanovllm.step import integers, move, tensors_of, with_tensors
 from nanovllm.topics.decoding.drafts import without_draft
 from nanovllm.topics.decoding.masks import masked_logits
+from nanovllm.topics.decoding.rules import TokenCounts
 
 
 @dataclass
@@ -78,7 +79,9 @@ def adjustments_of(seqs: list[Sequence]) -> Adjustments:
             (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         )
         rules = seq.request.rules
-        counted = counts_of(seq) if rules is not None and rules.has_penalty else array("i")
+        counted = array("i")
+        if rules is not None and rules.has_penalty:
+            counted = counts_of(seq, rules)
         num_tokens.append(len(counted) // 2)
         tokens.extend(counted)
     return Adjustments(
@@ -100,32 +103,11 @@ def biases_of(seq: Sequence) -> dict[int, float]:
     return rules.biases | dict.fromkeys(seq.request.stop_token_ids, -torch.inf)
 
 
-class TokenCounts:
-    """The distinct tokens of a sequence, and how often its output has each.
-
-    They are kept from step to step, so that a step looks at the new tokens only.
-    """
-
-    def __init__(self, prompt_token_ids: list[int]):
-        self.places: dict[int, int] = {}
-        self.pairs = array("i")  # token id, count, token id, count ...
-        self.num_seen = 0  # tokens that have been looked at
-        self.add(prompt_token_ids, 0)
-
-    def add(self, token_ids: list[int], count: int) -> None:
-        for token_id in token_ids[self.num_seen :]:
-            place = self.places.setdefault(token_id, len(self.pairs))
-            if place == len(self.pairs):
-                self.pairs.extend((token_id, 0))
-            self.pairs[place + 1] += count
-        self.num_seen = len(token_ids)
-
-
-def counts_of(row: Sequence) -> array:
+def counts_of(row: Sequence, rules: Rules) -> array:
     seq = without_draft(row)
-    if seq.token_counts is None:
-        seq.token_counts = TokenCounts(seq.request.prompt_token_ids)
-    counts = seq.token_counts
+    counts = rules.counts.get(seq.index)
+    if counts is None:
+        counts = rules.counts[seq.index] = TokenCounts(seq.request.prompt_token_ids)
     counts.add(seq.token_ids, 1)
     if row is not seq:  # with its draft tokens
         counts = copy(counts)
