@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.caches import Caches, choose_shape
 from nanovllm.config import Config, Limits
+from nanovllm.device.caches import Caches, choose_shape
 from nanovllm.device.choose import choose_dtype, choose_ops
 from nanovllm.device.heap import keep_freed_memory
 from nanovllm.device.onednn import convert
@@ -74,11 +74,11 @@ class ModelRunner:
         self.recorder: Recorder | None = None
         with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
-            self._allocate(self.num_blocks, self.num_host_blocks)
+            self.allocate(self.num_blocks, self.num_host_blocks)
             if self.is_asynchronous or self.ops.COMPILES_AT_FIRST_USE:
                 self.warm_up()
             if not config.enforce_eager:
-                self.recorder = self._new_recorder()
+                self.recorder = self.new_recorder()
             if self.recorder is not None:
                 for size in reversed(self.recorder.sizes):
                     self.recorder.record(size)
@@ -99,29 +99,20 @@ class ModelRunner:
             return torch.cuda.device(self.device)
         return self.threads.of_step(num_tokens * self.weights_per_layer)
 
-    def _allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         self.caches = Caches(self.shape, num_blocks, num_host_blocks, self.device)
         self.kv_cache = self.caches.on_device
 
-    def _new_recorder(self) -> Recorder | None:
+    def new_recorder(self) -> Recorder | None:
         return self.ops.recorder(self.model, self.kv_cache, self.limits)
 
     def _num_blocks_that_fit(self, config: Config) -> int:
         available = int(config.kv_cache_gib * 2**30) - self.shape.state_bytes
         if self.device.type == "cuda":
-            available = self._memory_left(config)
+            from nanovllm.device.memory import memory_left  # chapter 11
+
+            available = memory_left(self, config)
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
-
-    def _memory_left(self, config: Config) -> int:
-        """Bytes of GPU memory for the KV cache, measured with a cache of one block."""
-        from nanovllm.device.memory import largest_step, memory_left
-
-        self._allocate(1, 0)
-        new_recorder = None if config.enforce_eager else self._new_recorder
-        largest = partial(self.launch, largest_step(self.limits, self.shape.block_size))
-        available = memory_left(self.device, config, self.shape.block_bytes, largest, new_recorder)
-        del self.caches, self.kv_cache
-        return available
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
@@ -232,24 +223,18 @@ class ModelRunner:
         """
         if inputs.moves:
             self.caches.move(inputs.moves, self.ops)
-        if self.recorder is not None:
-            size = self.recorder.size_for(inputs)
-            if size is not None:
-                return self._replay(self.recorder, inputs, size)
+        size = self.recorder.size_for(inputs) if self.recorder is not None else None
+        if self.recorder is not None and size is not None:
+            replayed = self.recorder.run(inputs, size)
+            if self.threads is not None:
+                self.threads.finish_alone()
+            return replayed
         if self.device.type != "cpu":
             inputs = inputs.to(self.device)
         inputs.fill_in_pending()
         inputs.batch.layout = self.ops.layout(inputs.batch)
         hidden = self.model(inputs.input_ids, inputs.positions, inputs.batch)
         return hidden, inputs
-
-    def _replay(
-        self, recorder: Recorder, inputs: StepInputs, size: int
-    ) -> tuple[Tensor, StepInputs]:
-        result = recorder.run(inputs, size)
-        if self.threads is not None:
-            self.threads.finish_alone()
-        return result
 
     # --- hidden states become tokens ---
 

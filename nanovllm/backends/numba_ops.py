@@ -28,11 +28,10 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.numba_run import array, run
-from nanovllm.layers.ops import Norm
+from nanovllm.layers.ops import Norm, Pairs
 
 if TYPE_CHECKING:
     from nanovllm.backends.numba_graphs import NumbaStep
-    from nanovllm.layers.experts import Pairs
 
 NAME = "numba"
 COMPILES_AT_FIRST_USE = True

@@ -18,7 +18,7 @@ from nanovllm.backends import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms
+from nanovllm.layers.ops import Norm, Norms, Pairs
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
@@ -28,7 +28,6 @@ from nanovllm.layers.triton_sampler import sample as sample
 if TYPE_CHECKING:
     from nanovllm.backends.cuda_graphs import StepGraphs
     from nanovllm.config import Limits
-    from nanovllm.layers.experts import Pairs
 
 NAME = "triton"
 COMPILES_AT_FIRST_USE = True

@@ -1,7 +1,8 @@
 """Memory: how much a GPU has left for the KV cache, and the steps that try it out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -17,25 +18,22 @@ NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 # --- what a GPU has left, measured on a cache of one block ---
 
 
-def memory_left(
-    device: torch.device,
-    config: Config,
-    block_bytes: int,
-    run_largest_step: Callable[[], object],
-    new_recorder: Callable[[], Recorder | None] | None,
-) -> int:
-    """Bytes of GPU memory that are left for the KV cache."""
+def memory_left(runner: Any, config: Config) -> int:
+    """Bytes of GPU memory for the KV cache of a ModelRunner."""
+    device, shape = runner.device, runner.shape
+    runner.allocate(1, 0)
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_step()
+    runner.launch(largest_step(runner.limits, shape.block_size))
     peak = torch.cuda.max_memory_reserved(device)  # reserved bytes: fragmentation counts, too
     _, total = torch.cuda.mem_get_info(device)
     # other processes, CUDA's own context
     others = total - free_memory(device) - torch.cuda.memory_reserved(device)
-    recorder = new_recorder() if new_recorder is not None else None
+    recorder = None if config.enforce_eager else runner.new_recorder()
     graphs = graph_memory(device, recorder) if recorder is not None else 0
     # swapping gathers a block before it goes to the host
-    gathered = block_bytes if config.preemption_mode == "swap" else 0
+    gathered = shape.block_bytes if config.preemption_mode == "swap" else 0
+    del runner.caches, runner.kv_cache
     granted = int(total * config.gpu_memory_utilization)
     return granted - others - peak - graphs - gathered
 

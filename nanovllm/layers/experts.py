@@ -6,20 +6,13 @@ record a grouped product.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear
-
-
-class Pairs(NamedTuple):
-    """Pairs of a row of activations and an expert, sorted by expert."""
-
-    rows: Tensor  # int64 [P]
-    ends: Tensor  # int64 [E]: where the pairs of each expert end
+from nanovllm.layers.ops import Pairs
 
 
 class Stack(Linear):

@@ -6,10 +6,8 @@ says so when the model is built. Nothing else differs between them, and no code 
 choose a function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +17,15 @@ from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.sampler import Sampling
 
-if TYPE_CHECKING:
-    from nanovllm.layers.experts import Pairs
-
 Norm = nn.RMSNorm | None
 Norms = tuple[Norm, Norm]  # of queries and of keys
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row of activations and an expert, sorted by expert: see experts.py."""
+
+    rows: Tensor  # int64 [P]
+    ends: Tensor  # int64 [E]: where the pairs of each expert end
 
 
 class Ops(Protocol):

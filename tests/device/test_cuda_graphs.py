@@ -330,7 +330,7 @@ def test_what_the_graphs_take_is_estimated_from_large_ones(monkeypatch, max_num_
 
 
 def num_blocks_of_a_gpu(runner, config):
-    return runner._memory_left(config) // runner.shape.block_bytes
+    return memory.memory_left(runner, config) // runner.shape.block_bytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does it with real memory")

@@ -143,10 +143,9 @@ def simulated_gpu(capability: int):
         patch.setattr(torch.cuda, "CUDAGraph", Graph)
         patch.setattr(torch.cuda, "graph", Recording)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**28, 2**28))
-        from nanovllm.model_runner import ModelRunner
 
         # all sequences of the step that tries the memory out write to one block
-        patch.setattr(ModelRunner, "_memory_left", lambda runner, config: 2**24)
+        patch.setattr("nanovllm.device.memory.memory_left", lambda runner, config: 2**24)
         yield session
 
 
