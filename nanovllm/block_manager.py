@@ -134,7 +134,7 @@ class BlockManager:
         blocks: list[Block] = []
         if seq.request.lacks_prompt_logprobs:
             return blocks
-        prefix_id = seq.request.first_prefix
+        prefix_id = seq.request.root_prefix_id
         for begin in range(0, len(seq.token_ids) - self.block_size, self.block_size):
             token_ids = tuple(seq.token_ids[begin : begin + self.block_size])
             block = self.cached_blocks.get((prefix_id, token_ids))
@@ -186,7 +186,7 @@ class BlockManager:
         for i in range(len(seq.prefix_ids), num_tokens // self.block_size):
             begin = i * self.block_size
             end = begin + self.block_size
-            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.first_prefix
+            prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.root_prefix_id
             key = (prefix_id, tuple(seq.token_ids[begin:end]))
             block = self.cached_blocks.get(key)
             if block is None:  # else another one computed the same prefix: its block stays cached

@@ -5,7 +5,7 @@ from pathlib import Path
 from re import fullmatch
 from typing import ClassVar, Literal
 
-from nanovllm.options import ABOVE_0, SEED, Options, Rule, integer, number, refusal
+from nanovllm.options import ABOVE_0, SEED, Options, Rule, integer, number
 
 EMBEDDED_MODEL = str(Path(__file__).parent / "tiny_qwen3")
 LARGEST = 2**31 - 1
@@ -211,11 +211,3 @@ class Config(Options):
         num_blocks = int(self.swap_gib * 2**30) // block_bytes
         self.require("swap_gib", num_blocks, f"room for a KV block of {block_bytes:,} bytes")
         return min(num_blocks, limits.num_useful_blocks(self.block_size))
-
-
-def check_heads(num_ranks: int, heads: int, kv_heads: int) -> None:
-    """Raises ValueError if the heads cannot be divided among the ranks. Several ranks may have
-    the same KV head."""
-    if heads % num_ranks or (kv_heads % num_ranks and num_ranks % kv_heads):
-        problem = f"{heads} query heads and {kv_heads} KV heads cannot be divided by it"
-        raise refusal("tensor_parallel_size", num_ranks, problem)

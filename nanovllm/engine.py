@@ -36,16 +36,15 @@ from nanovllm.processing.inputs import (
 )
 from nanovllm.processing.messages import Prompt, is_conversation
 from nanovllm.processing.outputs import RequestOutput
-from nanovllm.processing.progress import Progress
 from nanovllm.processing.states import Reader, RequestState, RequestStates
-from nanovllm.processing.stats import Counts, stats_of
 from nanovllm.recovery import Recovery
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import Drawn, Schedule, ScheduleError
+from nanovllm.schedule import Counts, Drawn, Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 
 if TYPE_CHECKING:
+    from nanovllm.processing.progress import Progress
     from nanovllm.topics.checks.schedules import ScheduleChecks
     from nanovllm.topics.decoding.beam_search import BeamSearchParams
 
@@ -216,8 +215,7 @@ class LLM:
         ]
         try:
             states = [self._submit(request, is_reported=False) for request in requests]
-            observed = (requests, self.scheduler, self.counts, self.observers)
-            with Progress(*observed) if use_tqdm else nullcontext():
+            with self._progress(requests) if use_tqdm else nullcontext():
                 for request in requests:
                     while self.states.of(request) is not None:  # it has not ended
                         self.step(report=False)
@@ -305,6 +303,8 @@ class LLM:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and the current state."""
+        from nanovllm.processing.stats import stats_of
+
         num_failed = self.recovery.num_failed_steps
         return stats_of(self.scheduler, self.counts, len(self.states.unfinished), num_failed)
 
@@ -349,6 +349,11 @@ class LLM:
             self.inbox.submitted.append(request)
             self.states.unfinished[request.request_id] = state
         return state
+
+    def _progress(self, requests: list[Request]) -> Progress:
+        from nanovllm.processing.progress import Progress
+
+        return Progress(requests, self.scheduler, self.counts, self.observers)
 
     def _stream(self, request: Request) -> Iterator[str]:
         """The generator of `stream`, for a checked request."""
@@ -399,11 +404,6 @@ class LLM:
             self.recovery.in_flight = None
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
-        self.counts.steps += 1
-        self.counts.seconds += seconds
-        self.counts.computed_tokens += schedule.num_tokens
-        self.counts.output_tokens += len(schedule.sampled)
-        self.counts.wasted_tokens += schedule.num_wasted
-        self.counts.peak_blocks = max(self.counts.peak_blocks, schedule.num_used_blocks)
+        self.counts.add(schedule, seconds)
         for observer in [*self.observers]:  # a copy: an observer may leave
             observer(schedule, seconds)

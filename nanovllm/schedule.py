@@ -82,3 +82,24 @@ def check_choice(
     """Raises ScheduleError if a policy's choice is not one of the candidates."""
     if choice not in candidates:
         raise ScheduleError(scheduler, method, f"{shown(choice)} is not one of {shown(candidates)}")
+
+
+@dataclass
+class Counts:
+    """What an engine counts since its start."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    wasted_tokens: int = 0  # sampled by a step that was launched before their sequence ended
+    peak_blocks: int = 0  # the most KV blocks in use in a step
+    seconds: float = 0.0  # of all steps
+
+    def add(self, schedule: Schedule, seconds: float) -> None:
+        """Counts a step that has been computed."""
+        self.steps += 1
+        self.seconds += seconds
+        self.computed_tokens += schedule.num_tokens
+        self.output_tokens += len(schedule.sampled)
+        self.wasted_tokens += schedule.num_wasted
+        self.peak_blocks = max(self.peak_blocks, schedule.num_used_blocks)

@@ -125,13 +125,13 @@ class Request:
         params = self.params
         self.seed = params.seed or 0
         # the id of the empty prefix: requests with different ones never share blocks
-        self.first_prefix = params.cache_salt or 0
+        self.root_prefix_id = params.cache_salt or 0
         self.num_logprobs = params.logprobs  # how many of the likeliest tokens to return
         self.needs_rules = params.changes_logits
         self.is_greedy = params.temperature == 0 and not self.needs_rules
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         self.stop_token_ids = frozenset(params.stop_token_ids or ()).union(eos_token_ids)
-        self.own_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)
+        self.user_stop_token_ids = self.stop_token_ids.difference(eos_token_ids)
 
     @cached_property
     def sequences(self) -> list[Sequence]:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nanovllm.block_manager import Moves
 from nanovllm.layers.batch import Batch
-from nanovllm.layers.sampler import Sampling
-from nanovllm.layers.torch_sampler import SMALL
+from nanovllm.layers.sampler import SMALL, Sampling
 from nanovllm.sequence import Sequence
 
 
@@ -86,7 +85,7 @@ class Recorder(Protocol):
 
 def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
     """How the next token of each sequence is sampled. A filter that no row uses is None; greedy
-    rows use none. `all_have_top_k`: each row that draws has a top_k of at most SMALL."""
+    rows use none."""
     params = [seq.request.params for seq in seqs]
     temperature = floats([p.temperature for p in params])
     top_k = integers([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params])
@@ -104,7 +103,7 @@ def sampling_of(seqs: Collection[Sequence], vocab_size: int) -> Sampling:
         sampling.top_k = top_k
         sampling.max_top_k = int(top_k[is_limited].max())
         is_small = is_limited & (top_k <= SMALL)
-        sampling.all_have_top_k = bool(is_small.equal(is_drawn))
+        sampling.all_top_k_small = bool(is_small.equal(is_drawn))
     if (top_p[is_drawn] < 1).any():
         sampling.top_p = top_p
     if (min_p[is_drawn] > 0).any():

@@ -13,9 +13,9 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.ops import Norm, Norms, Pairs
+from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.torch_attention import Layout
-from nanovllm.layers.torch_attention import paged_attention as paged_attention
-from nanovllm.layers.torch_sampler import sample as sample  # two of the functions of Ops
+from nanovllm.layers.torch_attention import paged_attention as paged_attention  # of Ops
 
 NAME = "torch"
 COMPILES_AT_FIRST_USE = False
@@ -98,6 +98,12 @@ rotate_and_store = in_two_steps(norm_and_rotate, store_kv)
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Tensor:
+    from nanovllm.layers.torch_sampler import sample  # chapter 08
+
+    return sample(logits, sampling)
 
 
 def cache_shape(shape: CacheShape, limits: Any, device: torch.device) -> CacheShape:

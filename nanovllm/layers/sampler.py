@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SMALL = 1024  # how many of a row's highest logits are looked at first
+
 
 @dataclass
 class Sampling:
@@ -18,7 +20,7 @@ class Sampling:
     top_p: Tensor | None = None  # fp32
     min_p: Tensor | None = None  # fp32
     max_top_k: int = 0  # the largest top_k below vocab_size
-    all_have_top_k: bool = False  # whether each sequence keeps at most max_top_k tokens
+    all_top_k_small: bool = False  # whether each row that draws has a top_k of at most SMALL
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:

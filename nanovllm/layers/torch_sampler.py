@@ -10,9 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanovllm.layers.sampler import Sampling, draw, lowest_kept, softmax_weights
-
-SMALL = 1024  # how many of a row's highest logits are looked at first
+from nanovllm.layers.sampler import SMALL, Sampling, draw, lowest_kept, softmax_weights
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -32,7 +30,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     if sampling.min_p is sampling.top_k is sampling.top_p is None:
         return torch.full_like(logits[:, :1], -torch.inf), None
     vocab_size = logits.shape[1]
-    if sampling.all_have_top_k:
+    if sampling.all_top_k_small:
         k = sampling.max_top_k + 8  # more, because others may be equal to the last one
         top, ids = logits.topk(min(k, vocab_size))
         return lowest_kept(top, sampling), ids
@@ -58,8 +56,8 @@ def cutoff_apart(logits: Tensor, sampling: Sampling, top_k: Tensor) -> Tensor:
             own = of_rows(sampling, rows)
             own.max_top_k = int(top_k[rows].max())
             is_limited = top_k[rows] < logits.shape[1]
-            own.all_have_top_k = bool(is_limited.any())
-            if not own.all_have_top_k:
+            own.all_top_k_small = bool(is_limited.any())
+            if not own.all_top_k_small:
                 own.top_k = None
             lowest[rows], _ = cutoff(logits[rows], own)
     return lowest

@@ -175,7 +175,7 @@ def cutoff_kernel(
 def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
     """See torch_sampler.cutoff, which sorts and waits for the device, unless top_k is small."""
     has_filter = not sampling.min_p is sampling.top_p is sampling.top_k is None
-    if sampling.all_have_top_k or not has_filter:
+    if sampling.all_top_k_small or not has_filter:
         return torch_sampler.cutoff(logits, sampling)[0].float()
     num_rows, vocab_size = logits.shape
     top_p = torch.ones_like(sampling.temperature) if sampling.top_p is None else sampling.top_p
@@ -189,7 +189,7 @@ def cutoff(logits: Tensor, sampling: Sampling) -> Tensor:
     )  # fmt: skip
     if sampling.top_k is None:
         return lowest
-    of_top_k, _ = torch_sampler.cutoff(logits, replace(sampling, all_have_top_k=True))
+    of_top_k, _ = torch_sampler.cutoff(logits, replace(sampling, all_top_k_small=True))
     return torch.where(sampling.top_k < vocab_size, of_top_k.squeeze(1).float(), lowest)
 
 

@@ -102,7 +102,7 @@ class Inputs:
         texts = [text for text in stop if text in self.tokenizer.all_special_tokens]
         special = {self.tokenizer.convert_tokens_to_ids(text) for text in texts}
         request.stop_token_ids |= special
-        request.own_stop_token_ids |= special - self.eos_token_ids
+        request.user_stop_token_ids |= special - self.eos_token_ids
 
     def check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         limit = self.vocab_size - 1
@@ -113,7 +113,7 @@ class Inputs:
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""
-        content = unwrapped(prompt)
+        content = prompt if isinstance(prompt, str) else unwrapped(prompt)
         if isinstance(content, list):
             return None, content
         if self.tokenizer is None:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanovllm.processing.stats import Counts
-from nanovllm.schedule import Schedule
+from nanovllm.schedule import Counts, Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 

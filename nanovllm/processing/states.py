@@ -103,7 +103,7 @@ class RequestState:
         if self.texts and self.texts[output.index].end():
             seq.finish_reason = "stop"
         output.finish_reason = seq.finish_reason
-        own = self.request.own_stop_token_ids
+        own = self.request.user_stop_token_ids
         if seq.finish_reason == "stop" and output.token_ids[-1] in own:
             output.stop_reason = output.stop_reason or output.token_ids[-1]
 

@@ -2,23 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.schedule import Counts
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
-
-
-@dataclass
-class Counts:
-    """What an engine counts since its start."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    wasted_tokens: int = 0  # sampled by a step that was launched before their sequence ended
-    peak_blocks: int = 0  # the most KV blocks in use in a step
-    seconds: float = 0.0  # of all steps
 
 
 def stats_of(

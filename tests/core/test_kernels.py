@@ -163,7 +163,7 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
     rng = random.Random(names)
 
     def short(logits, options):
-        assert options.all_have_top_k, "it would sort, and wait"
+        assert options.all_top_k_small, "it would sort, and wait"
         return plain(logits, options)
 
     rows = 4
@@ -183,7 +183,7 @@ def test_a_cutoff_without_sorting_keeps_the_same_tokens(names, dtype, monkeypatc
             options.top_k = options.top_k.clamp(max=vocab_size)
             is_limited = is_drawn & (options.top_k < vocab_size)
             options.max_top_k = max(options.top_k[is_limited].tolist(), default=0)
-            options.all_have_top_k = bool(is_limited.equal(is_drawn))
+            options.all_top_k_small = bool(is_limited.equal(is_drawn))
         for name, part in vars(options).items():
             if isinstance(part, torch.Tensor):
                 setattr(options, name, part.to(DEVICE))

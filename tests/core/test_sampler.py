@@ -36,7 +36,7 @@ def sampling(
         top_p=column(top_p),
         min_p=column(min_p),
         max_top_k=top_k or 0,
-        all_have_top_k=top_k is not None,
+        all_top_k_small=top_k is not None,
     )
 
 
@@ -202,7 +202,7 @@ def requested(rows: list[int]) -> Sampling:
         top_p=top_p if (top_p[is_drawn] < 1).any() else None,
         min_p=min_p if (min_p[is_drawn] > 0).any() else None,
         max_top_k=max(top_k[is_limited].tolist(), default=0),
-        all_have_top_k=bool(is_limited.any() and is_limited.equal(is_drawn)),
+        all_top_k_small=bool(is_limited.any() and is_limited.equal(is_drawn)),
     )
 
 
@@ -242,7 +242,7 @@ def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, lar
     mixed = sampling(5, top_k=7, seed=3)
     mixed.top_k[2] = large
     mixed.max_top_k = 7 if large == KEEP_ALL else large
-    mixed.all_have_top_k = False
+    mixed.all_top_k_small = False
     monkeypatch.setattr(torch.Tensor, "topk", noted)
     together = sample(logits, mixed)
     assert together[[0, 1, 3, 4]].tolist() == alone[[0, 1, 3, 4]].tolist()
@@ -296,7 +296,7 @@ def test_a_filter_that_no_row_uses_is_none(temperatures, top_ks, expected):
 
     one = made()
     found = None if one.top_k is None else one.top_k.tolist()
-    assert (found, one.max_top_k, one.all_have_top_k) == expected
+    assert (found, one.max_top_k, one.all_top_k_small) == expected
     assert one.top_p is one.min_p is None
     both = made(top_p=0.9, min_p=0.5)
     assert (both.top_p is None) == (both.min_p is None) == (max(temperatures) == 0)

@@ -371,7 +371,7 @@ def test_both_backends_draw_what_is_allowed(source, options):
         top_p=of_all("top_p", torch.float32),
         min_p=of_all("min_p", torch.float32),
         max_top_k=options.get("top_k", 0),
-        all_have_top_k="top_k" in options,
+        all_top_k_small="top_k" in options,
     )
     drawn = torch_ops.sample(masked, sampling).tolist()
     assert set(drawn) <= expected

@@ -87,7 +87,7 @@ def test_a_step_is_the_same_on_the_device():
         top_k=None,
         top_p=numbers[4].float(),
         max_top_k=5,
-        all_have_top_k=True,
+        all_top_k_small=True,
     )
     batch = Batch(
         CACHE,

@@ -77,7 +77,9 @@ class Contents:
                 return block_id
             ends[run.seq] = end, block_id
         for writer, (end, block_id) in ends.items():
-            own, other = [(one.request.first_prefix, one.token_ids[:end]) for one in (seq, writer)]
+            own, other = [
+                (one.request.root_prefix_id, one.token_ids[:end]) for one in (seq, writer)
+            ]
             if own != other:
                 return block_id
         return None

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.config import check_heads
 from nanovllm.models.dense import DenseModel, head_dim_of
+from nanovllm.topics.parallel.heads import check_heads
 from nanovllm.topics.parallel.ranks import Group
 
 SUMMED = ("o_proj", "out_proj", "mlp")  # modules of which each rank has a summand

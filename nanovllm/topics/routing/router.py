@@ -35,7 +35,7 @@ class Router:
         last token is in none of them, because it is always computed."""
         token_ids = request.prompt_token_ids
         found = []
-        prefix = request.first_prefix
+        prefix = request.root_prefix_id
         for end in range(self.block_size, len(token_ids), self.block_size):
             prefix = hash((prefix, *token_ids[end - self.block_size : end]))
             found.append(prefix)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from nanovllm.config import check_heads
+from nanovllm.topics.parallel.heads import check_heads
 
 Items = Sequence[tuple[int, int]]
 """Per sequence of a step: tokens computed, and tokens in its context afterwards."""
