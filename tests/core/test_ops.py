@@ -4,12 +4,16 @@ Run: pytest tests/core/test_ops.py [-k "norm and numba"]
 """
 
 import inspect
+from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from backends import DEVICE, TOLERANCE, backends, check_attention, ops_of
+from checkpoints import new_model, save
 
+from nanovllm import LLM, BeamSearchParams, SamplingParams, model_runner
 from nanovllm.backends import torch_ops
 from nanovllm.layers import attention, sampler
 from nanovllm.layers.kv_cache import KVCache
@@ -341,3 +345,63 @@ def test_a_backend_has_the_functions_of_ops(backend):
             found = inspect.signature(getattr(ops, name)).parameters
             assert list(found)[: len(expected)] == expected, name
             assert all(p.default is not p.empty for p in list(found.values())[len(expected) :])
+
+
+class Counting(Counter):
+    """A backend of a few lines: that of PyTorch, which counts its calls and records a step of one sequence."""
+
+    NAME, COMPILES_AT_FIRST_USE = "counting", True
+    sizes = (1,)
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(torch_ops, name)
+
+        def counted(*arguments):
+            self[name] += 1
+            return own(*arguments)
+
+        return counted
+
+    def recorder(self, model, kv_cache, limits):
+        self.model = model
+        return self
+
+    def record(self, size):
+        self["record"] += 1
+
+    def size_for(self, step):
+        return 1 if step.batch.num_decodes == len(step.batch.context_lens) == 1 else None
+
+    def run(self, step, size):
+        self["recorder"] += 1
+        step.batch.layout = torch_ops.layout(step.batch)
+        return self.model(step.input_ids, step.positions, step.batch), step
+
+
+def test_a_new_backend_serves_all_that_the_engine_can_do(tmp_path, monkeypatch):
+    """As CONTRIBUTING says: with nothing but the functions of Ops, each of which is called, and the tokens of PyTorch."""
+    ops = Counting()
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(n=2, seed=1, max_tokens=12, repetition_penalty=1.1, prompt_logprobs=1),
+        BeamSearchParams(beam_width=2, max_tokens=6),
+    ]
+    dense = {"preemption_mode": "swap", "kv_cache_dtype": "int8", "quantization": "int8"}
+    experts = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    cases = [
+        ("qwen3", {}, dense),
+        ("qwen3_moe", experts, {"quantization": "int4"}),
+        ("qwen3_moe", {}, {}),
+        ("qwen3_5_text", {}, {}),
+    ]
+    for i, (family, sizes, options) in enumerate(cases):
+        path = save(new_model(family, **sizes), tmp_path / str(i))
+        answers = []
+        for backend in (torch_ops, ops):
+            monkeypatch.setattr(model_runner, "choose_ops", lambda *_, own=backend: own)
+            llm = LLM(path, dtype="float32", num_blocks=14, block_size=4, **options)
+            outputs = llm.generate([[5] * 9, [7, 8] * 6, [9] * 5], params, use_tqdm=False)
+            answers.append([[one.token_ids for one in output.outputs] for output in outputs])
+        assert answers[0] == answers[1], family
+    functions = {name for name, one in vars(Ops).items() if inspect.isfunction(one)}
+    assert {name for name in functions if not name.startswith("_")} <= {*ops}
