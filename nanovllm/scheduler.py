@@ -17,7 +17,7 @@ from nanovllm.config import Limits
 from nanovllm.options import PromptTooLong, refusal
 from nanovllm.sampling_params import LARGEST_COUNT
 from nanovllm.schedule import Item, Schedule, ScheduleError, check_choice
-from nanovllm.sequence import Request, Rows, Sequence, StepLogprobs, TokenLogprobs
+from nanovllm.sequence import NewTokens, Request, Sequence, StepLogprobs, TokenLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.topics.decoding.drafts import Proposer
@@ -316,7 +316,7 @@ class Scheduler:
         if not schedule.has_advanced:
             self.advance(schedule)
         likeliest = logprobs or [None] * len(token_ids)
-        rows: Rows = zip(schedule.sampled, token_ids, likeliest, strict=True)
+        rows: NewTokens = zip(schedule.sampled, token_ids, likeliest, strict=True)
         if self.proposer is not None:
             rows = self.proposer.accepted(schedule, self.block_manager, rows)
         # beams want log-probabilities

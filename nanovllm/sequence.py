@@ -77,7 +77,7 @@ class Sequence:
 
 
 # of a step: sequences with their new tokens, and the likeliest ones
-Rows = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
+NewTokens = Iterable[tuple[Sequence, int, TokenLogprobs | None]]
 
 
 class Rules(Protocol):

@@ -47,12 +47,12 @@ class StepInputs:
         return tensors
 
     def fill_in_pending(self) -> None:
-        """Replaces each pending token, -1 - row, by the token that the last step drew in this row.
+        """Replaces each pending token, -2 - row, by the token that the last step drew in this row.
         All is on the device, which may still compute the last step."""
         if self.last_token_ids is None:
             return
         ids = self.input_ids
-        rows = (-1 - ids).clamp(min=0)
+        rows = (-2 - ids).clamp(min=0)
         drawn = self.last_token_ids[rows]
         drawn = drawn.clamp(min=0)  # not NO_TOKEN, with which the last step fails when it is read
         ids.copy_(drawn.where(ids < 0, ids))

@@ -94,12 +94,12 @@ def reads_first(scheduler: Scheduler, schedule: Schedule) -> bool:
 
 @contextmanager
 def pending(schedule: Schedule) -> Iterator[None]:
-    """Gives each unfinished sequence that this step samples a pending token: the id -1 - row, where
+    """Gives each unfinished sequence that this step samples a pending token: the id -2 - row, where
     row is its place in `schedule.sampled`. At the end, the pending tokens are taken away again."""
     try:
         for row, seq in enumerate(schedule.sampled):
             if seq.finish_reason is None:
-                seq.token_ids.append(-1 - row)
+                seq.token_ids.append(-2 - row)
         yield
     finally:
         for seq in schedule.sampled:

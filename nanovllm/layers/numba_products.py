@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel, store_row
 from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
-from nanovllm.layers.numba_step import Form, Rows
+from nanovllm.layers.numba_step import Activations, Form
 
 
 @exact_kernel
@@ -112,7 +112,7 @@ def pairs_kernel(multiply: Callable) -> Callable:
         for expert in range(len(ends)):
             last = ends[expert]
             if last > first:
-                part = Rows(
+                part = Activations(
                     rows.x[first:last], rows.grouped[first:last],
                     rows.integers[first:last], rows.scales[first:last], rows.sums[first:last],
                 )  # fmt: skip

@@ -44,7 +44,7 @@ Memory = namedtuple(
 )
 
 
-class Rows(NamedTuple):
+class Activations(NamedTuple):
     """The input of a product: a row for each sequence, and the same in integers."""
 
     x: np.ndarray  # [T, in]
@@ -230,11 +230,11 @@ def step_kernel(
     return step
 
 
-def new_rows(x: Tensor, form: Form) -> Rows:
+def new_rows(x: Tensor, form: Form) -> Activations:
     """Memory for the input of a product, whose numbers are in x [T, in]."""
     group = form.group or x.shape[1]
     grouped = x.view(len(x), -1, group)
     num_groups = grouped.shape[1]
     integers = torch.zeros(len(x), num_groups + num_groups % 2, group, dtype=torch.int16)
     scales = torch.empty(len(x), num_groups)
-    return Rows(*map(array, (x, grouped, integers, scales, scales.int())))
+    return Activations(*map(array, (x, grouped, integers, scales, scales.int())))

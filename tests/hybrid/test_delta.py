@@ -78,7 +78,7 @@ def test_in_any_chunking_the_same(lengths, seed):
     torch.testing.assert_close(state, last, atol=1e-6, rtol=1e-5)
 
 
-def rows_of(counts: list[int], starts: list[int], slots: list[int], width: int) -> delta.Rows:
+def rows_of(counts: list[int], starts: list[int], slots: list[int], width: int) -> delta.StateRows:
     ends = torch.tensor([0, *counts]).cumsum(0)
     batch = Batch(
         kv_cache=KVCache(torch.zeros(2, 1, 1, 1, 1, 1)),
@@ -90,7 +90,7 @@ def rows_of(counts: list[int], starts: list[int], slots: list[int], width: int) 
         block_tables=torch.zeros(0, dtype=torch.int32),
         num_decodes=sum(count == 1 for count in counts),
     )
-    return delta.Rows(batch, width)
+    return delta.StateRows(batch, width)
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
@@ -123,7 +123,7 @@ def test_the_convolution_reads_the_tail_of_its_own_sequence(width):
     "heads, sizes, value_size", [(4, (2, 8), 12), (3, (3, 20), 40), (2, (1, 128), 64)]
 )
 def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
-    """Rows that share a key head, columns in several parts, a new sequence, padding rows; no other slot is written."""
+    """StateRows that share a key head, columns in several parts, a new sequence, padding rows; no other slot is written."""
     decode = ops_of(backend).delta_rule
     device = device_of(backend)
     generator = torch.Generator().manual_seed(3)

@@ -51,7 +51,7 @@ class FakeRunner:
     def token_ids(self, seq) -> list[int]:
         """With overlap, the last one may be pending: it is what the last step drew."""
         *known, last = seq.token_ids
-        return [*known, self.drawn[-1 - last] if last < 0 else last]
+        return [*known, self.drawn[-2 - last] if last < 0 else last]
 
     def write(self, seq, start: int, num_tokens: int) -> None:
         token_ids = self.token_ids(seq)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import POSITIVE, Rule, number
 from nanovllm.sampling_params import LARGEST_COUNT, RequestParams, SamplingParams
-from nanovllm.sequence import Request, Rows, Sequence, TokenLogprobs
+from nanovllm.sequence import NewTokens, Request, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class BeamRequest(Request):
         self.sequences, self.search = children, search
 
 
-def advance_searches(rows: Rows, manager: BlockManager, running: list[Request]) -> Rows:
+def advance_searches(rows: NewTokens, manager: BlockManager, running: list[Request]) -> NewTokens:
     """Yields the rows of a step that are not beams, then advances the searches with their rows. A
     request whose search has ended leaves `running`."""
     searches: dict[BeamRequest, list[tuple[Sequence, TokenLogprobs]]] = {}

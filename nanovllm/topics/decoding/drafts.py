@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from nanovllm.block_manager import BlockManager
 from nanovllm.options import Options, Rule, integer
 from nanovllm.schedule import Item, Schedule
-from nanovllm.sequence import Request, Rows, Sequence
+from nanovllm.sequence import NewTokens, Request, Sequence
 
 AT_ONCE = 1024  # tokens of a text whose places are noted: a long prompt holds no step up
 FEW = integer(1, 16, "an integer from 1 to 16")
@@ -166,7 +166,7 @@ class Proposer:
             rows.append(Draft(seq, token_ids))
         return rows
 
-    def accepted(self, schedule: Schedule, manager: BlockManager, drawn: Rows) -> Rows:
+    def accepted(self, schedule: Schedule, manager: BlockManager, drawn: NewTokens) -> NewTokens:
         """The sequences with the tokens that count: what a draft has sampled counts if the sequence
         has become this draft. Only these rows are left in the schedule.
 

@@ -24,7 +24,7 @@ from nanovllm.layers.ops import Ops
 CHUNK = 64  # tokens that `chunked` computes together
 
 
-class Rows:
+class StateRows:
     """Where the tokens of a step lie, and which slot each sequence has: once for all layers.
 
     `width` is the number of earlier tokens that the convolution reads: the tail. Each sequence's
@@ -62,7 +62,7 @@ class Rows:
 class StateBatch(Batch):
     """A batch of a model with states."""
 
-    rows: Rows = field(kw_only=True)
+    rows: StateRows = field(kw_only=True)
 
 
 def state_shapes(config) -> list[tuple[int, ...]]:
@@ -124,7 +124,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def attend(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, rows: Rows
+        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
     ) -> Tensor:
         """The delta rule for all tokens: [T, value heads, value size] fp32."""
         sizes = self.key_sizes
@@ -155,7 +155,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat(parts)
 
 
-def convolve(x: Tensor, weight: Tensor, tails: Tensor, rows: Rows) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:
     """The causal convolution of each channel, and SiLU: x [T, channels] -> the same in fp32.
 
     Reads the tail of each sequence, and replaces it by its newest tokens.
