@@ -84,7 +84,7 @@ def explained(error: BaseException, path: Path) -> str:
         ]
         where = f" (line {lines[-1]} of the file)" if lines else ""
         text = f"{type(error).__name__}: {text}".rstrip(": ") + where
-    return " ".join(text.split())[:300]
+    return " ".join(text.split())[:500]
 
 
 # --- in the simulator ---
