@@ -169,7 +169,7 @@ def test_what_is_counted_is_checked():
             check_counts(part, wrong("B", name).BlockManagerB, SEED)
 
 
-def test_the_grader_counts_what_the_solution_counts_when_memory_runs_out():
+def test_the_solution_counts_what_is_counted_when_memory_runs_out():
     """And in the end each block that was taken is free."""
     part = short(PARTS["A"], num_jobs=60)
     check_counts(part, solution().BlockManagerB, SEED)

@@ -3,7 +3,6 @@
 Run: pytest tests/course/test_grader.py [-k memory] [--slow]
 """
 
-import fcntl
 import json
 import os
 import re
@@ -126,6 +125,8 @@ def test_these_encodings_are_read(graded, code):
 
 def test_what_a_file_leaves_behind_is_ended(graded, tmp_path):
     """A lock of its child is free again."""
+    import fcntl  # not on Windows
+
     path = tmp_path / "lock"
     leaves = f"import fcntl, os, time\nlock = open({str(path)!r}, 'w')\nif os.fork() == 0:\n"
     leaves += "    fcntl.flock(lock, fcntl.LOCK_EX)\n    time.sleep(1000)\n"

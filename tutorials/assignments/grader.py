@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tutorials.assignments import play
 from tutorials.assignments.public import PROMPTS
 from tutorials.assignments.report import Outcome, Report, plain_lines
 from tutorials.assignments.task import Task
@@ -23,7 +24,7 @@ from tutorials.assignments.task import Task
 LIMIT = 60  # seconds of a processor for a process
 WAITING = 10  # times the limit by the clock, since other programs may be busy
 MOST_PRINTED = 4000  # bytes
-START = "from tutorials.assignments.play import main; main()"
+START = f"from {play.__name__} import main; main()"
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONIOENCODING": "utf-8:backslashreplace",

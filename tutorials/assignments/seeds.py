@@ -9,7 +9,7 @@ in it is one, and for an assignment about routers, each router. `--silly` adds t
 seed, and the goal points of the seeds with most and with least. A policy that breaks gets no points
 on this seed, and the row says so.
 
-The files run in this process, without the grader's box: look at a file before. The rules are
+The files run in this process, without the grader's limits: look at a file before. The rules are
 checked only with --check, which takes longer.
 """
 

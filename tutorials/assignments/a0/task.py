@@ -141,7 +141,7 @@ def counts(part: Part, manager_cls: type[BlockManager], seed: int) -> list:
 
 
 def check_counts(part: Part, manager_cls: type[BlockManager], seed: int) -> None:
-    """Raises AssertionError unless it counts in each step what the grader counts."""
+    """Raises AssertionError unless it counts in each step what `Counting` counts."""
     steps = zip(counts(part, manager_cls, seed), counts(part, Counting, seed))
     for i, (value, right) in enumerate(steps, start=1):
         wrong = f"{manager_cls.__name__}.num_freed is {shown(value)}, not {right}"
@@ -225,7 +225,7 @@ TASK = Task(
                 max_num_batched_tokens=512,
                 max_model_len=2048,
             ),
-            [],  # a block manager that does not share is not in step with that of the grader
+            [],  # a block manager that does not share has other counts than `Counting`
             points=22,
             scheduler="Scheduler",
             block_manager="BlockManagerB",
