@@ -22,7 +22,7 @@ from tutorials.assignments.play import play
 from tutorials.assignments.task import measure
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 12  # seconds of a process, 2 of a call
+LIMIT = 12  # seconds of a process; 2 to 4 of a call
 ROUTER = choose("return in_turn(request, loads)")
 ANSWERS = "ANSWERS = {'A': 4}\n"
 OTHERS = ROUTER + ANSWERS  # what is right in a file with a wrong scheduler
@@ -154,39 +154,17 @@ super().admit(request)
 if len(self.running) > 1:
     request.sequences[0].block_table[-1] = self.running[0].sequences[0].block_table[-1]
 """
-DOUBLES = "super().preempt(request)\nself.waiting.append(request)"
-NEVER_ENDS = "if seq.request.request_id != '3':\n    super().finish(seq, reason)"
-LIVELOCK = "for request in [*self.running]:\n    self.preempt(request)"
-STARVES = "return request.request_id != '7'"
 RULES = {
     "over the budget": (
         method("return 10**6, 10**6", "step_budget"),
         r"step 1, .*: the schedule has \d+ tokens, but max_num_batched_tokens=512$",
     ),
-    "doubles": (
-        method(DOUBLES, "preempt", ", request"),
-        r"preempt\(\): Request\(\d+\) has not ended, but is 2 times in waiting and running",
-    ),
-    "starves": (
-        method(STARVES, "may_admit", ", request, schedule"),
-        r"step \d+.* planned nothing, but there are unfinished requests: \['7'",
-    ),
+    "steals": (method(STEALS, "admit", ", request"), r"step \d+.*block"),
     "serves none": (method("pass", "next_waiting"), r"next_waiting\(\) returned None, and no req"),
     "ends early": (
         method("return 'length'", "reason_to_end", ", seq"),
         r"step \d+, .* has ended after 1 of \d+ tokens",
     ),
-    "never ends": (method(NEVER_ENDS, "finish", ", seq, reason"), r"step \d+.*Request\(3\)"),
-    "livelock": (
-        method(LIVELOCK, "make_room", ", schedule")
-        + "    def step_budget(self):\n        return 8, 8\n",
-        r"step \d+.* \d+ steps without a new token",
-    ),
-    "wrong victim": (
-        method("return None", "victim", ", candidates"),
-        r"step \d+.*victim\(\): .*None",
-    ),
-    "steals": (method(STEALS, "admit", ", request"), r"step \d+.*block"),
     "crashes": (
         priority("request.arrival / (request.num_output_tokens - 5)"),
         r"^ZeroDivisionError: .* \(line 4 of the file\)$",
@@ -198,10 +176,6 @@ RULES = {
         r"ZeroDivisionError: .* \(line \d+ of the file\)",
     ),
     "no class of a router": (FCFS, "no class MyRouter that is a subclass of Router"),
-    "no choose": (
-        "from nanovllm import Router\nclass MyRouter(Router):\n    pass\n",
-        "^NotImplementedError",
-    ),
 }
 
 
@@ -211,7 +185,7 @@ def test_what_is_broken_is_a_message(tmp_path, case):
     path = tmp_path / "solution.py"
     path.write_text(code)
     index = int(code.startswith("from nanovllm import R") or "router" in case)
-    problem = play(TASK, path, LIMIT, "part", index).problem
+    problem = play(TASK, path, "part", index).problem
     assert re.search(message, problem) and "\n" not in problem, problem
 
 
@@ -228,7 +202,7 @@ def test_what_is_broken_is_a_message(tmp_path, case):
 def test_the_real_engine(tmp_path, code, message):
     path = tmp_path / "solution.py"
     path.write_text(code)
-    problem = play(TASK, path, LIMIT, "engine").problem
+    problem = play(TASK, path, "engine").problem
     assert re.search(message, problem) and bool(problem) == bool(message), problem
 
 

@@ -147,9 +147,9 @@ class Grader:
 
 
 def said_once(faults: dict[str, str], name: str, problem: str) -> str:
-    """The problem of the check with this name. What an earlier check has said, but for its numbers,
-    is not said again."""
+    """The problem of the check with this name. What an earlier check has said, but for its step and
+    its numbers, is not said again."""
     if not problem:
         return ""
-    first = faults.setdefault(re.sub(r"\[[^]]*\]|\d+", "", problem), name)
+    first = faults.setdefault(re.sub(r"^step .*? s: |\[[^]]*\]|\d+", "", problem), name)
     return problem if first == name else f"the same fault as in {first}"
