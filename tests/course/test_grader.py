@@ -52,13 +52,8 @@ def test_a_right_file_has_the_values_of_a_simulation(graded, capsys):
     goals = [round(part.goals[0].score(value), 2) for part, value in zip(TASK.parts, values)]
     assert values[0] != 1 == values[1]
     assert scores == [5, 20, goals[0], 10, goals[1]]
-    assert results["score"] == sum(scores)
-    assert results["leaderboard"] == [
-        {"name": f"{part.name}, mean latency", "value": round(value, 4)}
-        for part, value in zip(TASK.parts, values)
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(scores) + 1 and lines[-1].endswith("of  115  in all")
+    assert [one["value"] for one in results["leaderboard"]] == [round(one, 4) for one in values]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("of  115  in all")
 
 
 # --- mistakes of which a process takes care ---
@@ -78,8 +73,7 @@ MISTAKES = {  # code, message
     "recursion": (method("return self.schedule()"), "^RecursionError: "),
     "input": (method("input()"), "^EOFError: .* reading a line"),
     "a long error": (method("raise ValueError('x' * 10**8)"), "^ValueError: x{50,}"),
-    "a control character": (method("raise ValueError('\\x1b[31m\\n')"), r"^ValueError: \[31m"),
-    "only sleeps": (method("import time\ntime.sleep(2.5)\nreturn self.other()"), "^AttributeError"),
+    "sleeps first": (method("import time\ntime.sleep(4)\nreturn self.other()"), "^AttributeError"),
 }
 
 
@@ -117,12 +111,6 @@ def test_what_cannot_be_loaded_is_said_once(graded, case):
     assert re.search(message, test["output"]), test
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [b"\xef\xbb\xbf", b"# coding: latin-1\n# J\xfcrgen\n"])
-def test_these_encodings_are_read(graded, code):
-    assert graded(code + ANSWERS.encode())["score"] == 5
-
-
 def test_what_a_file_leaves_behind_is_ended(graded, tmp_path):
     """A lock of its child is free again."""
     import fcntl  # not on Windows
@@ -140,10 +128,8 @@ def test_a_file_that_only_waits_is_ended(monkeypatch, tmp_path):
     path.write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setattr(grader, "WAITING", 0.1)
     with playing(submissions.__name__, path, 1, "load") as player:
-        assert (
-            player.outcome().problem
-            == "your file has not ended after 0.1 s: what does it wait for?"
-        )
+        said = player.outcome().problem
+    assert said == "your file has not ended after 0.1 s: what does it wait for?"
     assert player.process.returncode == -signal.SIGKILL
 
 
@@ -160,7 +146,6 @@ RULES = {
         r"step 1, .*: the schedule has \d+ tokens, but max_num_batched_tokens=512$",
     ),
     "steals": (method(STEALS, "admit", ", request"), r"step \d+.*block"),
-    "serves none": (method("pass", "next_waiting"), r"next_waiting\(\) returned None, and no req"),
     "ends early": (
         method("return 'length'", "reason_to_end", ", seq"),
         r"step \d+, .* has ended after 1 of \d+ tokens",
@@ -175,7 +160,6 @@ RULES = {
         choose("return in_turn(request, loads) // (loads[0] < 3)"),
         r"ZeroDivisionError: .* \(line \d+ of the file\)",
     ),
-    "no class of a router": (FCFS, "no class MyRouter that is a subclass of Router"),
 }
 
 

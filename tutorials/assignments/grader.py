@@ -10,9 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,6 +25,7 @@ from tutorials.assignments.task import Task
 LIMIT = 60  # seconds of a processor for a process
 WAITING = 10  # times the limit by the clock, since other programs may be busy
 MOST_PRINTED = 4000  # bytes
+SAME = f"{len(PROMPTS)} prompts have the same answers as with FCFS and enough memory"
 START = f"from {play.__name__} import main; main()"
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -41,12 +43,13 @@ class Player:
     process: subprocess.Popen
     folder: Path
     limit: int
+    start: float = field(default_factory=time.monotonic)
 
     def outcome(self) -> Outcome:
         """Waits for the end of the process. Whatever has ended it, there is an outcome."""
         seconds = WAITING * self.limit
         try:
-            code = self.process.wait(seconds)
+            code = self.process.wait(max(0.0, self.start + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
             return Outcome(f"your file has not ended after {seconds:g} s: what does it wait for?")
         try:
@@ -105,7 +108,7 @@ class Grader:
             def start(*what: object) -> Player:
                 return ends.enter_context(playing(self.module, path, self.limit, *what))
 
-            loaded = start("load").outcome()
+            (loaded,) = self._outcomes(report, [start("load")])
             if loaded.problem:
                 report.add("your file", 0, task.points, loaded.problem)
                 yield report
@@ -127,11 +130,8 @@ class Grader:
                 yield report
             if engine is not None:
                 problem = said_once(faults, "the real engine", engine.outcome().problem)
-                same = (
-                    f"{len(PROMPTS)} prompts have the same answers as with FCFS and enough memory"
-                )
                 points = 0 if problem else task.engine_points
-                report.add("the real engine", points, task.engine_points, problem or same)
+                report.add("the real engine", points, task.engine_points, problem or SAME)
                 yield report
 
     def _outcomes(self, report: Report, players: list[Player]) -> list[Outcome]:
