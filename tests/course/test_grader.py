@@ -29,8 +29,9 @@ OTHERS = ROUTER + ANSWERS  # what is right in a file with a wrong scheduler
 
 
 @pytest.fixture
-def graded(tmp_path):
+def graded(tmp_path, monkeypatch):
     """Grades a file, and returns what Gradescope is told."""
+    monkeypatch.setattr(grader, "WAITING", 100)  # this machine may be busy
 
     def graded(code: str | bytes, **options) -> dict:
         path, target = tmp_path / "my_scheduler.py", tmp_path / "results.json"
