@@ -63,7 +63,7 @@ def test_a_value_that_does_not_count_is_shown_as_it_was_measured(write):
     assert goal.score(value) == 0 and value == 13.5 and longest < 13.5
     assert goal_of(goal, value)["value"] == why
     assert f"{why}, 0 of 40 points" in public.compare(part, runs, 7)
-    worst = goal.rounded(goal.worst([9.0, value]))  # as with a secret
+    worst = goal.worst([9.0, value])
     assert goal.sentence(worst, 2).startswith(f"{why}, the worst of 2; full points at 12")
 
 

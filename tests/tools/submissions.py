@@ -2,24 +2,46 @@
 
 from textwrap import indent
 
+from nanovllm import Run
 from nanovllm.config import Config
-from tutorials.assignments.task import Goal, Part, Task
-from tutorials.simulation.workloads import all_at_once, sharegpt, workload
+from tutorials.assignments.task import Goal, Part, Task, mean_latency
+from tutorials.simulation.workloads import all_at_once, predicted, sharegpt, workload
+
+CONFIG = Config(
+    model="qwen3-0.6b",
+    num_blocks=200,
+    max_model_len=4096,
+    max_num_batched_tokens=512,
+    max_num_seqs=32,
+)
+
+
+def jobs(seed: int):
+    return predicted(workload(all_at_once(), sharegpt(512, seed), 40), sigma=0.0)
+
+
+def latency_share(run: Run, baseline: Run) -> float:
+    return mean_latency(run) / mean_latency(baseline)
+
+
+def is_even(answer) -> str | None:
+    return None if answer in (2, 4) else f"{answer!r} is not 2 or 4"
+
+
+GOAL = Goal("mean latency", latency_share, none=1.5, full=0.5, points=40)
+TASK = Task(
+    "short",
+    [
+        Part("load", jobs, CONFIG, [GOAL], 20),
+        Part("routers", jobs, CONFIG, [GOAL], 10, router="MyRouter", replicas=2),
+    ],
+    engine_points=0,
+    questions={"A": is_even},
+    question_points=5,
+)
 
 HEAD = "from nanovllm.scheduler import Scheduler\n"
 FCFS = HEAD + "class MyScheduler(Scheduler):\n    pass\n"
-GOAL = Goal("seconds", lambda run, baseline: run.seconds / baseline.seconds, 0.9, 0.5, points=70)
-CONFIG = Config(model="qwen3-0.6b", num_blocks=400, max_model_len=4096, max_num_seqs=32)
-PART = Part(
-    "load", lambda seed: workload(all_at_once(), sharegpt(512, seed), 6), CONFIG, [GOAL], 30
-)
-TASK = Task("short", [PART], engine_points=0)
-
-
-def sentence(results: dict) -> str:
-    """Of the first check, which has no points."""
-    assert results["score"] == 0, results
-    return results["tests"][0]["output"]
 
 
 def method(body: str, name: str = "schedule", arguments: str = "") -> str:

@@ -15,6 +15,7 @@ matplotlib.
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from typing import Any
 from nanovllm import Run
 from nanovllm.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from tutorials.assignments.task import (
     NAMES,
@@ -72,6 +74,19 @@ def classes_of(part: Part, module: Any) -> tuple[type, type[BlockManager] | None
     return class_of(module, *part.policy), manager_cls or None
 
 
+def explained(error: BaseException, path: Path) -> str:
+    """A sentence: what is wrong, and where in the file."""
+    text = str(error)
+    if not isinstance(error, ScheduleError):
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [
+            frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()
+        ]
+        where = f" (line {lines[-1]} of the file)" if lines else ""
+        text = f"{type(error).__name__}: {text}".rstrip(": ") + where
+    return " ".join(text.split())[:500]
+
+
 # --- in the simulator ---
 
 
@@ -83,6 +98,8 @@ def check_rules(part: Part, module: Any, seed: int, check: bool = True) -> Run:
     for i, served in enumerate(run.requests):
         got, wanted = len(served.token_times), served.job.num_outputs
         assert got == wanted, f"request {i} has got {got} of {wanted} tokens"
+    if check and part.check_manager and manager_cls:
+        part.check_manager(part, manager_cls, seed)
     return run
 
 

@@ -5,6 +5,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanovllm import Run
+from tutorials.assignments.task import Part, name_in_report
+
 LONGEST = 500  # characters of an error message
 
 
@@ -17,6 +20,21 @@ class Check:
 
 
 @dataclass
+class Outcome:
+    """What came of a run of a student's file."""
+
+    problem: str = ""  # an error message for the student; if there is one, nothing else counts
+    verdicts: dict[str, str | None] = field(default_factory=dict)  # what is wrong with an answer
+    values: dict[str, float] = field(default_factory=dict)  # of each goal
+    num_steps: int = 0
+
+
+def outcome_of(part: Part, run: Run, baseline: Run) -> Outcome:
+    values = {goal.name: goal.measure(run, baseline) for goal in part.goals}
+    return Outcome(values=values, num_steps=run.num_steps)
+
+
+@dataclass
 class Report:
     checks: list[Check] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)  # of each goal: the worst of all seeds
@@ -24,6 +42,21 @@ class Report:
 
     def add(self, name: str, score: float, max_score: float, output: str) -> None:
         self.checks.append(Check(name, round(score, 2), max_score, one_line(output)))
+
+    def add_part(self, part: Part, outcomes: list[Outcome], problem: str = "") -> None:
+        """The rules, and each goal: the worst of all seeds counts. `problem` says what is broken."""
+        kept = f"all kept, in {sum(one.num_steps for one in outcomes):,} steps"
+        self.add(f"{part.name}, rules", 0 if problem else part.points, part.points, problem or kept)
+        for goal in part.goals:
+            name = name_in_report(part, goal)
+            if problem:
+                why = f"not measured, because a rule was broken; {goal.wanted}"
+                self.add(name, 0, goal.points, why)
+                continue
+            values = [one.values[goal.name] for one in outcomes]
+            worst = goal.worst(values)
+            self.values[name] = worst
+            self.add(name, goal.score(worst), goal.points, goal.sentence(worst, len(values)))
 
     @property
     def score(self) -> float:

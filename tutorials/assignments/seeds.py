@@ -9,7 +9,7 @@ in it is one, and for an assignment about routers, each router. `--silly` adds t
 seed, and the goal points of the seeds with most and with least. A policy that breaks gets no points
 on this seed, and the row says so.
 
-The files run in this process, without the grader's box: look at a file before. The rules are
+The files run in this process, without the grader's limits: look at a file before. The rules are
 checked only with --check, which takes longer.
 """
 
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple
 
 from nanovllm import Run
 from nanovllm.block_manager import BlockManager
-from nanovllm.schedule import ScheduleError
 from tutorials.arguments import experiment, positive
 from tutorials.assignments import silly
-from tutorials.assignments.public import check_rules, classes_of, load
+from tutorials.assignments.public import check_rules, classes_of, explained, load
 from tutorials.assignments.task import NAMES, Task, load_task, name_in_report, serve_baseline
 from tutorials.report import aligned, markdown
 
@@ -119,19 +117,6 @@ def is_silly(said_by: Any) -> bool:
 def is_policy(value: Any, bases: tuple[type, ...], module: str) -> bool:
     is_class = isinstance(value, type) and issubclass(value, bases)
     return is_class and value.__module__ == module and value.__name__ not in BASES
-
-
-def explained(error: BaseException, path: Path) -> str:
-    """A sentence: what is wrong, and where in the file."""
-    text = str(error)
-    if not isinstance(error, ScheduleError):
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [
-            frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()
-        ]
-        where = f" (line {lines[-1]} of the file)" if lines else ""
-        text = f"{type(error).__name__}: {text}{where}"
-    return " ".join(text.split())[:300]
 
 
 # --- runs ---

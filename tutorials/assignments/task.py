@@ -65,9 +65,6 @@ class Goal:
     def wanted(self) -> str:
         return f"full points at {self.full:g}, none at {self.none:g}"
 
-    def rounded(self, value: float) -> float:
-        return value if isinstance(value, NotCounted) else float(f"{value:.4g}")
-
     def sentence(self, value: float, count: int) -> str:
         """What a report says of the worst of so many values."""
         return f"{shown(value, '.4g')}, the worst of {count}; {self.wanted}"
@@ -92,9 +89,8 @@ class Part:
     replicas: int = 1
     num_seeds: int = 3
     keep_steps: bool = False  # whether a goal looks at `Run.steps`
-    # a class for the grader's own block manager, and what the student's must count as it does
-    counting: type[BlockManager] | None = None
-    counts: tuple[str, ...] = ()
+    # what else is checked of a block manager, on a seed: raises AssertionError
+    check_manager: Callable[["Part", type[BlockManager], int], None] | None = None
 
     @property
     def policy(self) -> tuple[str, type]:
@@ -128,11 +124,6 @@ class Task:
     def goals(self) -> dict[str, Goal]:
         """By their names in a report."""
         return {name_in_report(part, goal): goal for part in self.parts for goal in part.goals}
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of classes that the student's file must have."""
-        return [part.block_manager or part.policy[0] for part in self.parts]
 
     @property
     def points(self) -> float:

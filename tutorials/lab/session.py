@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm import Run
 from nanovllm.config import Config
 from tutorials.assignments.public import check_rules, load
-from tutorials.assignments.report import Check, Report
-from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, name_in_report, serve_baseline
+from tutorials.assignments.report import Outcome, Report, outcome_of
+from tutorials.assignments.task import PUBLIC_SEEDS, Part, load_task, serve_baseline
 from tutorials.lab.problems import problem_of
 from tutorials.lab.public_tests import NEEDS_ENGINE, outcome, public_tests
 from tutorials.lab.runs import baseline_of, results, run_beside
@@ -106,17 +105,18 @@ def points(file: Path, task: str, **_) -> Iterator[Answer]:
     """On the public seeds, with the sentences of the grader. The real engine is left out."""
     module, assignment, report = load(file), load_task(task), Report()
     for index, part in enumerate(assignment.parts):
-        runs: list[tuple[Run, Run]] = []
-        rules = ""
+        outcomes: list[Outcome] = []
+        problem, before = "", len(report.checks)
         for seed in PUBLIC_SEEDS[: part.num_seeds]:
             yield {"progress": f"{part.name}, seed {seed}"}
             baseline = baseline_of(task, index, seed)
             try:
-                runs.append((check_rules(part, module, seed), baseline))
+                outcomes.append(outcome_of(part, check_rules(part, module, seed), baseline))
             except Exception as error:
-                rules = problem_of(error, file)["sentence"]
+                problem = problem_of(error, file)["sentence"]
                 break
-        for check in checks_of(report, part, runs, rules):
+        report.add_part(part, outcomes, problem)
+        for check in report.checks[before:]:
             yield {
                 "check": check.name,
                 "score": check.score,
@@ -126,24 +126,6 @@ def points(file: Path, task: str, **_) -> Iterator[Answer]:
     if assignment.engine_points:
         yield {"check": "the real engine", "most": assignment.engine_points, "says": NEEDS_ENGINE}
     yield {"total": report.score, "most": report.max_score}
-
-
-def checks_of(report: Report, part: Part, runs: list[tuple[Run, Run]], rules: str) -> list[Check]:
-    """What the runs of a part come to; `rules` says which one is broken."""
-    before = len(report.checks)
-    steps = sum(run.num_steps for run, _ in runs)
-    kept = f"all kept, in {steps:,} steps"
-    report.add(f"{part.name}, rules", 0 if rules else part.points, part.points, rules or kept)
-    for goal in part.goals:
-        name = name_in_report(part, goal)
-        if rules:
-            why = f"not measured, because a rule was broken; {goal.wanted}"
-            report.add(name, 0, goal.points, why)
-            continue
-        values = [goal.measure(*pair) for pair in runs]
-        worst = goal.worst(values)
-        report.add(name, goal.score(worst), goal.points, goal.sentence(worst, len(values)))
-    return report.checks[before:]
 
 
 # --- a sheet with controls ---
