@@ -1,4 +1,4 @@
-"""The process in which a student's file is played. `grader.py` starts it, once for each of these:
+"""Runs a student's file in a process. `grader.py` starts it, once for each of these:
 
     load             imports the file, and looks at its answers to questions
     part INDEX SEED  a simulation of this part of the task, beside the baseline
