@@ -20,7 +20,8 @@ NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 
 def memory_left(runner: Any, config: Config) -> int:
     """Bytes of GPU memory for the KV cache of a ModelRunner."""
-    device, shape = runner.device, runner.shape
+    device = runner.device
+    shape = runner.shape
     runner.allocate(1, 0)
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

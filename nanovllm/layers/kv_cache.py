@@ -35,9 +35,12 @@ class CacheShape(NamedTuple):
     def new_cache(self, num_blocks: int, device: torch.device) -> "KVCache":
         """Allocates zeros, so that a read of the wrong slot gives the same result in each run."""
         shape = (2, self.num_layers, num_blocks, *self[1:4])
-        slots = self.num_slots + 1
-        states = [zeros((n, slots, *one), torch.float32, device) for n, *one in self.states]
-        return KVCache(zeros(shape, self.dtype, device), states)
+        tensor = zeros(shape, self.dtype, device)
+        states = []
+        for num_layers, *sizes in self.states:
+            of_all = (num_layers, self.num_slots + 1, *sizes)
+            states.append(zeros(of_all, torch.float32, device))
+        return KVCache(tensor, states)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -80,5 +83,6 @@ class KVCache:
     def copy_slots(self, copies: list[tuple[int, int]]) -> None:
         """Copies [(from slot, to slot)] of the states. All are read before any is written."""
         for tensor in self.states:
-            sources, targets = torch.tensor(copies, device=tensor.device).unbind(1)
+            pairs = torch.tensor(copies, device=tensor.device)
+            sources, targets = pairs.unbind(1)
             tensor[:, targets] = tensor[:, sources]

@@ -50,11 +50,22 @@ class Ops(Protocol):
         No block is both.
         """
 
-    def add_and_norm(self, residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    def add_and_norm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: nn.RMSNorm,
+    ) -> tuple[Tensor, Tensor]:
         """residual + x [T, size], computed in place of the residual, and the norm of this sum."""
 
     def rotate_and_store(
-        self, qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+        self,
+        qkv: Tensor,
+        norms: Norms,
+        cos_sin: Tensor,
+        sizes: list[int],
+        batch: Batch,
+        layer: int,
     ) -> Tensor:
         """Normalizes and rotates the heads of q and k, and stores k and v: one kernel may do both.
 

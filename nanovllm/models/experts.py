@@ -66,10 +66,13 @@ class Experts(nn.Module):
         self.ops = ops
         hidden = config.hidden_size
         size = config.moe_intermediate_size
-        self.num_experts = count = config.num_experts
+        count = config.num_experts
+        self.num_experts = count
+        of_gate_up = {"gate_proj": size, "up_proj": size}
+        of_down = {"down_proj": hidden}
         product = ops.grouped_product
-        self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, product)
-        self.down_proj = Stack(size, {"down_proj": hidden}, count, product)
+        self.gate_up_proj = Stack(hidden, of_gate_up, count, product)
+        self.down_proj = Stack(size, of_down, count, product)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [T, hidden_size], weights and chosen experts [T, top] -> [T, hidden_size]."""
@@ -79,10 +82,12 @@ class Experts(nn.Module):
         of_tokens = Pairs(order // weights.shape[1], ends)
         gate_up = self.gate_up_proj(x, of_tokens)
         middle = self.ops.silu_and_mul(gate_up)
-        of_pairs = Pairs(torch.arange(len(order), device=x.device), ends)
+        pairs = torch.arange(len(order), device=x.device)
+        of_pairs = Pairs(pairs, ends)
         y = self.down_proj(middle, of_pairs)
         # back in the order of tokens, so that a token's sum does not depend on the other tokens
-        y = torch.empty_like(y).index_copy_(0, order, y)
+        in_order = torch.empty_like(y)
+        y = in_order.index_copy_(0, order, y)
         parts = y.view(*weights.shape, -1)
         parts = parts * weights.unsqueeze(-1)
         total = parts[:, 0].clone()

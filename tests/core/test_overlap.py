@@ -380,7 +380,7 @@ def test_no_row_of_pending_is_lost_if_a_sequence_has_ended():
     schedule = Schedule(sampled=dict.fromkeys(request.sequences))
     second.finish_reason = "stop"
     with pending(schedule):
-        assert [seq.token_ids[2:] for seq in request.sequences] == [[-1], [], [-3]]
+        assert [seq.token_ids[2:] for seq in request.sequences] == [[-2], [], [-4]]
     assert [seq.token_ids for seq in request.sequences] == [[1, 2]] * 3
     schedule.has_advanced = True
     drawn = Launched(schedule, lambda: ([7, 8, 9], None)).read()

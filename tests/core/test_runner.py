@@ -7,13 +7,14 @@ import gc
 import os
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops
-from nanovllm.config import Config
+from nanovllm.config import Config, Limits
 from nanovllm.device.choose import choose_device
 from nanovllm.device.memory import memory_left
 from nanovllm.layers import torch_attention
@@ -122,11 +123,14 @@ def test_room_for_the_block_that_is_swapped(monkeypatch):
     for name, answer in said.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     config = Config(preemption_mode="swap", gpu_memory_utilization=1.0)
-    left = [
-        memory_left(torch.device("cuda"), config, block_bytes, lambda: None, None)
-        for block_bytes in (2**20, 2**28)
-    ]
-    assert left == [2**30 - 2**20, 2**30 - 2**28]
+    config.enforce_eager = True
+    limits = Limits(max_model_len=4, max_num_seqs=1, max_num_batched_tokens=4)
+    runner = SimpleNamespace(device=torch.device("cuda"), limits=limits, caches=0, kv_cache=0)
+    runner.allocate = lambda *_: vars(runner).update(caches=0, kv_cache=0)
+    runner.launch = lambda schedule: None
+    for block_bytes in (2**20, 2**28):
+        runner.shape = SimpleNamespace(block_bytes=block_bytes, block_size=4)
+        assert memory_left(runner, config) == 2**30 - block_bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -123,7 +123,7 @@ def test_pending_tokens_are_filled_in_on_the_device():
         step = step_of(num_decodes, chunks)
         step.last_token_ids = drawn
         known = step.input_ids.tolist()
-        step.input_ids[:2] = torch.tensor([-2, -3])
+        step.input_ids[:2] = torch.tensor([-3, -4])
         size = graphs.size_for(step)
         assert (size is None) == bool(chunks)
         if size is None:

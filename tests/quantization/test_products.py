@@ -60,7 +60,7 @@ def prepared(form, weight, bias=None) -> Linear:
         if function == "plain":
             patch.setattr(int8, "largest_code", lambda: 0)
         ops = ops_of("torch" if function in ("plain", "onednn") else function)
-        assert layers.quantize(linear, None, False, quantization, ops)
+        assert layers.in_few_bits(linear, None, False, quantization, ops)
     return linear
 
 

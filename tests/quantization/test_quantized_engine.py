@@ -128,7 +128,7 @@ def test_two_ranks_are_near_one(path, form):
 def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
     """So that two matrices at most have 16 or 32 bits at a time, on a GPU, too."""
     models, counts = [], []
-    new_model, quantize = loader.new_model, layers.quantize
+    new_model, quantize = loader.new_model, layers.in_few_bits
 
     def new(*args):
         models.append(new_model(*args))
@@ -140,7 +140,7 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
         return quantize(*args, **kwargs)
 
     monkeypatch.setattr(loader, "new_model", new)
-    monkeypatch.setattr(layers, "quantize", noted)
+    monkeypatch.setattr(layers, "in_few_bits", noted)
     llm = LLM(path, dtype="float32", quantization=form, num_blocks=20)
     assert counts == [1, 1, 2, 1] * 2 + [0]  # o_proj lies among the parts of qkv_proj
     assert llm.runner.weights_per_layer > 64 * 3 * 96  # which decides on the number of threads

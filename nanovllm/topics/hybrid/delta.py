@@ -124,7 +124,12 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def attend(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        rows: StateRows,
     ) -> Tensor:
         """The delta rule for all tokens: [T, value heads, value size] fp32."""
         sizes = self.key_sizes

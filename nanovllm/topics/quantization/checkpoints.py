@@ -195,8 +195,10 @@ class QuantizedReader(Reader):
         if linear not in self.layers:
             return None
         name, bits = self.layers.pop(linear)
-        scales, zeros = linear.get_parameter("scales").data, linear.get_parameter("zeros").data
-        codes = linear.weight.data.float().unflatten(1, (scales.shape[1], -1))
+        scales = linear.get_parameter("scales").data
+        zeros = linear.get_parameter("zeros").data
+        codes = linear.weight.data.float()
+        codes = codes.unflatten(1, (scales.shape[1], -1))
         del linear.scales, linear.zeros
         if bits == 4:
             return Groups(packed(codes), scales, zeros.to(torch.uint8))

@@ -9,7 +9,9 @@ from nanovllm.layers.linear import Groups, Quantized
 
 
 def one_by_one(
-    weight: Groups, num_experts: int, product_of: Callable[[Groups], Quantized]
+    weight: Groups,
+    num_experts: int,
+    product_of: Callable[[Groups], Quantized],
 ) -> Callable[..., Tensor]:
     """The grouped product with a weight that has the matrices of all experts, one below the other:
     a product for each expert, as `product_of` gives it for one matrix."""
@@ -18,7 +20,8 @@ def one_by_one(
     products = []
     for first in range(0, len(scales), size):
         rows = slice(first, first + size)
-        matrix = Groups(codes[rows], scales[rows], None if zeros is None else zeros[rows])
+        own_zeros = None if zeros is None else zeros[rows]
+        matrix = Groups(codes[rows], scales[rows], own_zeros)
         products.append(product_of(matrix))
 
     def product(x: Tensor, _: Tensor, pairs: Pairs) -> Tensor:

@@ -26,7 +26,11 @@ ROWS = 1024  # of the weight, which are unpacked at a time
 class Product:
     """A product that holds the weight as groups. It is a `Quantized`, see layers/linear.py."""
 
-    def __init__(self, weight: Groups, multiply: Callable[[Tensor, Groups], Tensor]):
+    def __init__(
+        self,
+        weight: Groups,
+        multiply: Callable[[Tensor, Groups], Tensor],
+    ):
         self.weight = weight
         self.multiply = multiply
         self.group = weight.codes.shape[2]
@@ -56,7 +60,8 @@ def in_8_bits(weight: Tensor, largest: int = LARGEST) -> Groups:
     or -largest."""
     numbers, scales = quantize(weight, largest)
     codes = numbers.to(torch.int8)
-    return Groups(codes.unsqueeze(1), scales, None)
+    groups = codes.unsqueeze(1)
+    return Groups(groups, scales, None)
 
 
 def in_4_bits(weight: Tensor, group: int | None = None) -> Groups:

@@ -27,7 +27,7 @@ ROWS = 4096  # of a weight, that are quantized at a time: a head has many
 
 def quantizer(config: Config, hf_config, ops: Ops) -> Callable[..., bool]:
     """Returns the function that gives a linear layer its form, once its weight is loaded: see
-    `quantize`. Raises ValueError if a row of a weight cannot be divided into groups, or if the
+    `in_few_bits`. Raises ValueError if a row of a weight cannot be divided into groups, or if the
     checkpoint has codes of its own."""
     num_ranks = config.tensor_parallel_size
     method = method_of(hf_config)
@@ -37,7 +37,7 @@ def quantizer(config: Config, hf_config, ops: Ops) -> Callable[..., bool]:
         check_widths(hf_config, num_ranks, method.group, f"group_size={method.group}")
     if config.quantization == "int4":
         check_widths(hf_config, num_ranks, SIZES[-1], "quantization='int4'")
-    return partial(quantize, quantization=config.quantization, ops=ops)
+    return partial(in_few_bits, quantization=config.quantization, ops=ops)
 
 
 def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
@@ -59,7 +59,7 @@ def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
             )
 
 
-def quantize(
+def in_few_bits(
     linear: Linear, stored: Groups | None, is_head: bool, quantization: str | None, ops: Ops
 ) -> bool:
     """Gives the layer its form: the groups that the checkpoint has stored, or those of the option.

@@ -66,7 +66,9 @@ def multiply(
 
 def product_of(weight: Groups) -> Quantized:
     """The product with any weight on a CPU."""
-    return int8.product_of(weight, in_bytes) if weight.zeros is None else Product(weight, product)
+    if weight.zeros is None:
+        return int8.product_of(weight, in_bytes)
+    return Product(weight, product)
 
 
 def experts_of(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
