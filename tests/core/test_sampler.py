@@ -227,28 +227,6 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("large, num_sorted", [(KEEP_ALL, 0), (KEEP_ALL - 1, 1)])
-def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, large, num_sorted):
-    """The others get what they get alone."""
-    looked_at = []
-    topk = torch.Tensor.topk
-
-    def noted(self, k, *args, **kwargs):
-        looked_at.append((len(self), k))
-        return topk(self, k, *args, **kwargs)
-
-    logits = torch.randn(5, KEEP_ALL, generator=torch.Generator().manual_seed(1), device="cpu")
-    alone = sample(logits, sampling(5, top_k=7, seed=3))
-    mixed = sampling(5, top_k=7, seed=3)
-    mixed.top_k[2] = large
-    mixed.max_top_k = 7 if large == KEEP_ALL else large
-    mixed.all_have_top_k = False
-    monkeypatch.setattr(torch.Tensor, "topk", noted)
-    together = sample(logits, mixed)
-    assert together[[0, 1, 3, 4]].tolist() == alone[[0, 1, 3, 4]].tolist()
-    assert looked_at == [(4, 15), *[(1, KEEP_ALL)] * num_sorted]
-
-
 @pytest.mark.parametrize("vocab_size", [5, 200, 1023, 1024, 1025, 40_000, 151_936])
 def test_a_row_draws_alone_what_it_draws_in_any_mixture(vocab_size):
     """Of all parameters. Also where the vocabulary is not larger than what the short cut looks at."""
@@ -333,18 +311,3 @@ def test_tokens_that_equal_the_last_one_kept_are_kept(width):
         assert len(tokens.unique()) == 7 + width
     narrow = sample(logits.expand(draws, -1), sampling(draws, top_k=9, top_p=0.5))
     assert set(narrow.tolist()) == set(range(5, 12))
-
-
-def test_few_of_the_vocabulary_are_sorted(monkeypatch):
-    """Unless they are not enough."""
-    looked_at = []
-    topk = torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k, *_: looked_at.append(k) or topk(x, k))
-    logits = row_logits(torch.float32, ties=False)
-    for row, expected in ((0, [28]), (1, [1032]), (2, []), (3, [58]), (4, [1032])):
-        looked_at.clear()
-        sample(logits[:1], requested([row]))
-        assert looked_at == expected
-    looked_at.clear()
-    sample(logits[:1], requested([9]))
-    assert looked_at == [1032, KEEP_ALL]
