@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import numpy as np
 import pytest
-from fake_engine import answer, check_clean, go_on, new_llm, raise_at, result
+from fake_engine import answer, check_clean, new_llm, result
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
@@ -168,18 +168,6 @@ def test_running_out_of_blocks_has_a_message(caplog):
     llm.generate(prompts, SamplingParams(seed=1, max_tokens=5), use_tqdm=False)
     failures = [line for line in caplog.messages if line.startswith("a step failed")]
     assert failures and all("no free block" in line for line in failures)
-
-
-def test_static_batching_after_a_failure_while_planning():
-    """A request that runs apart is not in its batch: nothing is planned, again and again."""
-    from tutorials.baselines.static_batching import StaticBatching
-
-    llm = new_llm(scheduler_cls=StaticBatching)
-    llm.scheduler.max_num_seqs = 2
-    for i in range(6):
-        llm.add_request([i + 1] * 6, SamplingParams(seed=i, max_tokens=6), str(i))
-    raise_at(llm.scheduler, "priority", 9, RuntimeError)
-    assert len(go_on(llm)) == 6
 
 
 # --- each method, right and wrong: in a step with samples, swaps, shared prefixes, and too few blocks ---

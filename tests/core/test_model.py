@@ -12,10 +12,12 @@ from checkpoints import new_model, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3Config
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops
 from nanovllm.device.onednn import convert
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import FAMILIES, load_config, load_model
 from nanovllm.models.dense import check_supported, head_dim_of
@@ -328,3 +330,27 @@ def test_rope_settings_of_both_generations_of_transformers():
     assert longest_context(old) == 128
     old.rope_scaling["type"] = "llama3"
     assert longest_context(old) == 64
+
+
+def test_a_layer_is_nine_launches():
+    """Operations that the backend or a matrix does in the first layer, in a decode: chapter 11 counts with them."""
+    llm = LLM(num_blocks=16, block_size=4, device="cpu")
+    llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    llm.step()
+    calls = []
+
+    class Noted:
+        def __init__(self, ops):
+            self.ops = ops
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(self.ops, name)
+
+    for module in llm.runner.model.model.layers[0].modules():
+        if hasattr(module, "ops"):
+            module.ops = Noted(module.ops)
+        if isinstance(module, Linear):
+            module.register_forward_pre_hook(lambda *args: calls.append("linear"))
+    llm.step()
+    assert len(calls) == 9 and calls.count("rotate_and_store") == 1

@@ -9,10 +9,8 @@ Run: pytest tests/core/test_overlap.py
 import random
 
 import pytest
-import torch
 from defaults import check_with
 from fake_engine import (
-    SETTINGS,
     VOCAB_SIZE,
     Boom,
     add_all,
@@ -20,17 +18,13 @@ from fake_engine import (
     check_others,
     go_on,
     new_llm,
-    raise_at,
     result,
 )
 from fake_model import FakeRunner
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.device.overlap import Launched, pending
-from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
 
 COMPUTE = 100  # the time that a step takes on the device ...
 LAUNCH = 7  # ... and on the host
@@ -96,20 +90,6 @@ def test_it_is_the_default_where_the_device_computes_by_itself():
     assert LLM(num_blocks=10, overlap=None).overlaps is False
 
 
-def test_a_request_that_comes_in_waits_for_one_step_more():
-    """The next step has been launched without it."""
-    num_calls = {}
-    for overlap in (True, False):
-        llm = device_llm(overlap=overlap)
-        llm.add_request(PROMPT, params(30), "first")
-        llm.step()
-        llm.add_request(PROMPT, params(2), "late")
-        num_calls[overlap] = 1
-        while "late" not in [output.request_id for output in llm.step()]:
-            num_calls[overlap] += 1
-    assert num_calls == {True: 2, False: 1}
-
-
 # --- what it costs ---
 
 
@@ -123,52 +103,6 @@ def test_a_token_behind_the_last_one_is_wasted():
     stats = llm.stats()
     assert (stats["wasted_tokens"], stats["output_tokens"]) == (1, alone.index(stop) + 1)
     check_clean(llm)
-
-
-def test_the_tokens_of_others_are_kept():
-    lone = [device_llm().generate([[i] * 5], params(12), use_tqdm=False)[0] for i in range(4)]
-    stops = [[lone[i].outputs[0].token_ids[3 * i]] for i in range(4)]
-    llm = device_llm()
-    each = [params(12, stop_token_ids=stop, logprobs=1) for stop in stops]
-    together = llm.generate([[i] * 5 for i in range(4)], each, use_tqdm=False)
-    for i, (one, alone) in enumerate(zip(together, lone)):
-        (got,) = one.outputs
-        assert got.token_ids == alone.outputs[0].token_ids[: 3 * i + 1]
-        assert len(got.logprobs) == len(got.token_ids)
-    assert llm.stats()["wasted_tokens"] == 4 and llm.stats()["output_tokens"] == 1 + 4 + 7 + 10
-    check_clean(llm)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_an_abort_while_a_step_is_in_flight(is_first):
-    llm = device_llm()
-    names = ["first", "second"]
-    for name in names:
-        llm.add_request(PROMPT, params(30), name)
-    for _ in range(5):
-        llm.step()
-    assert llm.recovery.in_flight is not None
-    llm.abort(names[not is_first])
-    outputs = go_on(llm)
-    expected = device_llm().generate(PROMPT, params(30), use_tqdm=False)[0]
-    assert result(outputs[names[is_first]]) == result(expected)
-    assert llm.stats()["wasted_tokens"] == 1
-    check_clean(llm)
-
-
-def test_a_block_that_becomes_full_is_found_as_without_overlap():
-    """It is cached once its last token is known; also if this was the last token that its sequence computes."""
-    found = {}
-    for overlap in (True, False):
-        llm = device_llm(overlap=overlap)
-        found[overlap] = []
-        for length in range(1, 12):
-            (first,) = llm.generate(PROMPT, params(length), use_tqdm=False)
-            again = PROMPT + first.outputs[0].token_ids
-            (second,) = llm.generate([again], params(1), use_tqdm=False)
-            found[overlap].append(second.num_cached_tokens)
-        check_clean(llm)
-    assert found[True] == found[False]
 
 
 # --- what needs the tokens of a step first ---
@@ -215,21 +149,6 @@ def test_which_steps_overlap(name):
     assert llm.stats()["wasted_tokens"] == 0
 
 
-def test_a_prompt_whose_log_probabilities_are_wanted_is_read_first():
-    """The tokens behind it overlap."""
-    llm = device_llm(max_num_seqs=4, max_num_batched_tokens=4)
-    (request,) = [llm.inputs.request(PROMPT, params(9, prompt_logprobs=0))]
-    llm._submit(request)
-    llm.step()
-    request.prompt_logprobs += [{}] * 3  # the model of this test scores no prompts
-    assert llm.runner.num_overlapping == 0
-    llm.step()
-    request.prompt_logprobs += [{}] * 2
-    assert llm.runner.num_overlapping == 0
-    go_on(llm)
-    assert llm.runner.num_overlapping == llm.runner.num_launched - 3
-
-
 def test_a_step_that_might_preempt_is_planned_with_the_tokens():
     """The second request needs a block when none is free, but then the first one has ended."""
     llm = device_llm(num_blocks=8, max_num_seqs=2)
@@ -240,14 +159,6 @@ def test_a_step_that_might_preempt_is_planned_with_the_tokens():
 
 
 # --- the same tokens ---
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_all_kinds_of_requests_get_their_answers(setting):
-    llm = new_llm(**SETTINGS[setting], overlap=True)
-    add_all(llm)
-    check_others(go_on(llm))
-    check_clean(llm)
 
 
 def mixture(seed: int) -> tuple[list, list]:
@@ -338,96 +249,7 @@ def test_a_step_that_fails_once_changes_no_answer(where, call):
     check_clean(llm)
 
 
-def test_what_had_been_said_before_an_error_stays():
-    """A request that may be the cause runs alone, and one step after the other: no token of it is lost."""
-    (expected,) = new_llm().generate([PROMPT], params(9), use_tqdm=False)
-    llm = new_llm(overlap=True)
-    llm.add_request(PROMPT, params(9), "culprit")
-    launch = llm.runner.launch
-
-    def failing(schedule):
-        if any(seq.num_output_tokens == 4 for seq in schedule.sampled):
-            raise Boom
-        return launch(schedule)
-
-    llm.runner.launch = failing
-    output = go_on(llm)["culprit"]
-    assert isinstance(output.error, Boom)
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids[:4]
-    check_clean(llm)
-
-
-def test_a_pending_token_is_forgotten_after_an_interrupt():
-    """Also if it comes while pending tokens are taken away."""
-    llm = new_llm(overlap=True)
-    add_all(llm)
-    outputs = {output.request_id: output for output in llm.step()}
-    seqs = [seq for request in llm.requests.values() for seq in request.sequences]
-    raise_at(seqs[0], "forget_pending", 1)
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            outputs |= {output.request_id: output for output in llm.step()}
-    assert all(token_id >= 0 for seq in seqs for token_id in seq.token_ids)
-    assert llm.recovery.in_flight is None
-    check_others(outputs | go_on(llm))
-    check_clean(llm)
-
-
-def test_no_row_of_pending_is_lost_if_a_sequence_has_ended():
-    """A pending token names its row among all that were drawn."""
-    request = Request("0", None, [1, 2], SamplingParams(n=3))
-    first, second, third = request.sequences
-    schedule = Schedule(sampled=dict.fromkeys(request.sequences))
-    second.finish_reason = "stop"
-    with pending(schedule):
-        assert [seq.token_ids[2:] for seq in request.sequences] == [[-2], [], [-4]]
-    assert [seq.token_ids for seq in request.sequences] == [[1, 2]] * 3
-    schedule.has_advanced = True
-    drawn = Launched(schedule, lambda: ([7, 8, 9], None)).read()
-    assert drawn == ([7, 9], None)
-    assert [*schedule.sampled] == [first, third] and schedule.num_wasted == 1
-
-
-def test_logits_that_are_nan_end_their_request_alone():
-    """The step behind must not look up a token that does not exist."""
-    llm = LLM(num_blocks=50, dtype="float32", overlap=True, max_model_len=100)
-    expected = llm.generate("1 + 1 =", params(5), use_tqdm=False)
-    head = llm.runner.model.lm_head.forward
-
-    def broken(hidden):
-        logits = head(hidden)
-        culprits = [row for row, seq in enumerate(sampled) if seq.request.request_id == "culprit"]
-        logits[culprits] = torch.nan
-        return logits
-
-    prepare = llm.runner.prepare
-    sampled = []
-
-    def noting(schedule):
-        sampled[:] = schedule.sampled
-        return prepare(schedule)
-
-    llm.runner.prepare, llm.runner.model.lm_head.forward = noting, broken
-    llm.add_request("2 + 2 =", params(5), "culprit")
-    llm.add_request("1 + 1 =", params(5), "innocent")
-    outputs = go_on(llm)
-    assert isinstance(outputs["culprit"].error, FloatingPointError)
-    assert result(outputs["innocent"]) == result(expected[0])
-    check_clean(llm)
-
-
 # --- while a step is in flight ---
-
-
-def test_close_and_reset_with_a_step_in_flight():
-    llm = device_llm()
-    llm.add_request(PROMPT, params(30))
-    llm.step()
-    assert llm.reset_prefix_cache()
-    llm.step()
-    assert llm.recovery.in_flight is not None
-    llm.close()
-    assert not llm.requests and llm.block_manager.num_used_blocks == 0
 
 
 def test_what_was_in_flight_when_all_were_aborted_is_dropped():

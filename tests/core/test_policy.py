@@ -4,13 +4,11 @@ answers stay right: that is in test_scheduler.py.
 Run: pytest tests/core/test_policy.py [-k watermark]
 """
 
-import time
-
 import pytest
 from fake_model import FakeRunner
 from scheduling import new_request, new_scheduler, step
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
@@ -235,25 +233,6 @@ def test_watermark():
         scheduler.watermark = part
         step(scheduler, runner)
         assert names(scheduler.running) == running, part
-
-
-def test_what_a_policy_can_know_of_a_request():
-    seen = []
-
-    class Looks(Scheduler):
-        def make_room(self, schedule):
-            for r in self.unfinished():
-                has_come = r.arrival_time <= self.clock()
-                seen.append((r.params.extra_args, r.num_output_tokens, r.is_prefilling, has_come))
-
-    start = time.monotonic()
-    llm = LLM(num_blocks=20, scheduler_cls=Looks)
-    params = SamplingParams(max_tokens=3, ignore_eos=True, n=2, extra_args={"tenant": "a"})
-    llm.add_request([5, 6, 7], params)
-    while llm.has_unfinished():
-        llm.step()
-    assert seen == [({"tenant": "a"}, n, n == 0, True) for n in (0, 2, 4)]
-    assert start < llm.scheduler.clock() < time.monotonic() + 1
 
 
 def test_extra_args_are_the_requests_own():

@@ -19,7 +19,6 @@ from fake_engine import (
     check_others,
     go_on,
     new_llm,
-    raise_at,
     result,
 )
 
@@ -157,63 +156,6 @@ def test_two_that_fail_only_together():
     check_clean(llm)
 
 
-def test_several_culprits_and_requests_that_come_meanwhile():
-    llm, outputs = new_llm(), {}
-    steps = fail_with(llm, lambda names: names & {"samples", "beams"})
-    todo = list(answered_requests())
-    while todo or llm.has_unfinished():
-        if todo:
-            name = todo.pop(0)
-            llm.add_request(*answered_requests()[name][:2], name)
-        outputs |= {output.request_id: output for output in llm.step()}
-    check_others(outputs, "samples", "beams")
-    assert {"samples"} in steps and {"beams"} in steps
-    check_clean(llm)
-
-
-def test_a_request_that_comes_while_suspects_run_apart_waits():
-    llm = new_llm()
-
-    def fails(names):
-        assert not (llm.recovery.suspects and "new" in names)
-        return "bad" in names
-
-    steps = fail_with(llm, fails)
-    for name in ("good", "bad", "better"):
-        llm.add_request([5] * 9, SHORT, name)
-    llm.step()
-    llm.add_request([8] * 9, SHORT, "new")
-    outputs = go_on(llm)
-    assert {name for name in outputs if outputs[name].error is not None} == {"bad"}
-    assert any("new" in names for names in steps)
-
-
-@pytest.mark.parametrize("is_running", [True, False])
-def test_suspects_may_be_aborted(is_running):
-    """If the running ones are aborted, the others, which wait apart, are all that is left: no scheduler is to blame for
-    planning nothing."""
-    llm = new_llm()
-    add_all(llm)
-    raise_at(llm.runner, "launch", 1, error=Boom)
-    llm.step()
-    assert llm.recovery.suspects
-    running = {
-        name for name, request in llm.requests.items() if request in llm.scheduler.unfinished()
-    }
-    waiting = llm.requests.keys() - running
-    assert running and waiting
-    aborted = running if is_running else waiting
-    for name in aborted:
-        assert llm.abort(name)
-    outputs = go_on(llm)
-    for name, output in outputs.items():
-        if name in aborted:
-            assert output.outputs[0].finish_reason == "abort"
-        else:
-            assert result(output) == answered_requests()[name][2]
-    check_clean(llm)
-
-
 # --- what the caller gets ---
 
 
@@ -286,31 +228,3 @@ def test_a_tokenizer_that_fails_while_a_stream_is_read(monkeypatch):
     assert state.output.outputs[0].finish_reason == "error"
     assert result(outputs["innocent"]) == answer(prompt, SHORT)
     check_clean(llm)
-
-
-def test_a_step_that_fails_loses_no_text(monkeypatch):
-    """Some requests end while others run."""
-    prompts = [[i + 1] * 5 for i in range(5)]
-    params = [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in (4, 9, 9, 15, 20)]
-    llm = new_llm()
-    expected = [result(output) for output in llm.generate(prompts, params, use_tqdm=False)]
-    launch, calls = llm.runner.launch, []
-
-    def fail():
-        raise MemoryError
-
-    def failing(schedule):
-        collect = launch(schedule)
-        if llm.recovery.suspects:
-            return collect
-        calls.append(1)
-        if len(calls) in (5, 9):  # some have just ended
-            return fail
-        if len(calls) == 12:
-            raise MemoryError
-        return collect
-
-    monkeypatch.setattr(llm.runner, "launch", failing)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [result(output) for output in outputs] == expected
-    assert llm.stats()["failed_steps"] == 3

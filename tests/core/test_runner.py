@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import torch_ops
 from nanovllm.config import Config, Limits
 from nanovllm.device.choose import choose_device
 from nanovllm.device.memory import memory_left
-from nanovllm.layers import torch_attention
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.model_runner import ModelRunner
@@ -91,20 +89,6 @@ def test_a_step_leaves_nothing_behind(llm, monkeypatch):
         assert len(alive) >= 5 and not any(batch() for batch in alive)
     finally:
         gc.enable()
-
-
-def test_the_layout_is_made_once_per_step(llm, monkeypatch):
-    made = []
-
-    class Noted(torch_attention.Layout):
-        def __init__(self, batch):
-            made.append(batch)
-            super().__init__(batch)
-
-    monkeypatch.setattr(torch_ops, "layout", Noted)
-    steps = llm.stats()["steps"]
-    llm.generate([[1] * 9, [2] * 3], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
-    assert len(made) == llm.stats()["steps"] - steps > 0 and llm.runner.ops is torch_ops
 
 
 @pytest.mark.parametrize("asked, chosen", [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])

@@ -333,18 +333,3 @@ def test_tokens_that_equal_the_last_one_kept_are_kept(width):
         assert len(tokens.unique()) == 7 + width
     narrow = sample(logits.expand(draws, -1), sampling(draws, top_k=9, top_p=0.5))
     assert set(narrow.tolist()) == set(range(5, 12))
-
-
-def test_few_of_the_vocabulary_are_sorted(monkeypatch):
-    """Unless they are not enough."""
-    looked_at = []
-    topk = torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "topk", lambda x, k, *_: looked_at.append(k) or topk(x, k))
-    logits = row_logits(torch.float32, ties=False)
-    for row, expected in ((0, [28]), (1, [1032]), (2, []), (3, [58]), (4, [1032])):
-        looked_at.clear()
-        sample(logits[:1], requested([row]))
-        assert looked_at == expected
-    looked_at.clear()
-    sample(logits[:1], requested([9]))
-    assert looked_at == [1032, KEEP_ALL]

@@ -314,28 +314,6 @@ def test_samples_get_their_next_tokens_together(budgets, missing, expected):
     assert [item.num_tokens for item in items] == expected
 
 
-def test_a_prefix_of_two_requests_is_swapped_once():
-    scheduler, runner = new_scheduler(num_blocks=20, tokens=64, num_host_blocks=20), FakeRunner(4)
-    first = new_request(0, [*range(12), 50], max_tokens=9)
-    scheduler.add(first)
-    step(scheduler, runner)
-    second = new_request(1, [*range(12), 60], max_tokens=9)
-    scheduler.add(second)
-    step(scheduler, runner)
-    while scheduler.running:
-        scheduler.preempt(scheduler.running[-1])
-    moves = scheduler.block_manager.take_moves()
-    assert len(moves.swaps_out) == 3 + 1 + 1
-    runner.swap(moves.swaps_out, {})
-    forget_the_cache(scheduler)
-    runner.cache.clear()
-    schedule = scheduler.schedule()
-    assert len(schedule.moves.swaps_in) == 5 and scheduler.block_manager.num_used_blocks == 5
-    scheduler.update(schedule, *runner.run(schedule))
-    drain(scheduler, runner)
-    check_tokens(first, second, vocab_size=3)
-
-
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
 def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler, runner = new_scheduler(tokens=12), FakeRunner(4)
@@ -520,16 +498,6 @@ def test_what_is_shared_anyway_is_not_swapped_in():
     check_tokens(request)
 
 
-def test_a_prefix_that_others_use_needs_no_free_blocks():
-    """24 tokens that another request holds and 4 others: two free blocks are enough."""
-    scheduler, runner = new_scheduler(num_blocks=9, tokens=64), FakeRunner(4, vocab_size=50)
-    scheduler.add(new_request(0, 25, max_tokens=3))
-    step(scheduler, runner)
-    assert scheduler.block_manager.num_free_blocks == 2
-    scheduler.add(new_request(1, [*range(24), 60, 61, 62, 63], max_tokens=1))
-    assert step(scheduler, runner) == [("0", 1), ("1", 4)]
-
-
 # --- one prompt, twice in the cache, both copies in one request ---
 
 
@@ -575,43 +543,3 @@ def test_two_copies_do_not_come_back_from_the_host():
     forget_the_cache(scheduler)
     drain(scheduler, runner)
     check_tokens(samples)
-
-
-def test_the_target_of_a_copy_may_be_shared_in_the_same_step():
-    """A check of plans forbade it, which only one of 1,200 random scenarios shows."""
-    rng = random.Random(742)
-    arrivals = [
-        (
-            rng.randint(0, 3),
-            [0] * rng.randint(1, 3) + [rng.randint(0, 2) for _ in range(rng.randint(1, 10))],
-            rng.choice([15, 9, 4, 2, 1]),
-            rng.choice([(), (2,)]),
-            rng.randint(1, 3),
-            rng.random() < 0.2,
-            None,
-        )
-        for _ in range(rng.randint(2, 8))
-    ]
-    options = (rng.random() < 0.9, rng.choice([100, 12, 0]), set())
-    play(
-        arrivals,
-        rng.randint(1, 5),
-        rng.randint(3, 20),
-        rng.randint(3, 6),
-        rng.randint(0, 4),
-        *options,
-    )
-
-
-def test_an_open_request_gets_as_many_tokens_as_fit():
-    scheduler = new_scheduler(num_blocks=10)
-    request = new_request(0, 20, max_tokens=None)
-    scheduler.add(request)
-    assert request.max_len == 41 and scheduler.block_manager.max_blocks_needed(request) == 10
-
-
-def test_each_sampled_sequence_must_get_a_token():
-    scheduler = new_scheduler()
-    scheduler.add(new_request(0, 3))
-    with pytest.raises(ValueError):
-        scheduler.update(scheduler.schedule(), [])

@@ -25,9 +25,11 @@ MARGIN = 0.05  # of |none - full|
 
 
 def paths_of(name: str) -> list[Path]:
-    """In a0 nothing was tried: three classes are to be fixed, and may not be empty."""
+    """In a0 nothing was tried: three classes are to be fixed, and may not be empty. What was tried for
+    a1 to a9 is at a commit, which the guide for authors names; the measured values are here."""
     tried = "a0_empty" if name == "a0" else f"{name}_tried"
-    return [SILLY, SOLUTIONS / f"{tried}.py", SOLUTIONS / f"{name}_solution.py"]
+    paths = [SILLY, SOLUTIONS / f"{tried}.py", SOLUTIONS / f"{name}_solution.py"]
+    return [path for path in paths if path.is_file()]
 
 
 @cache
@@ -70,9 +72,9 @@ def test_all_goals_are_measured_on_20_seeds(name):
 def test_the_rows_are_those_of_the_files(name):
     task, report = load_task(name), report_of(name)
     policies, baseline = policies_of(task, paths_of(name)), baseline_of(task)
-    assert report["rows"].keys() == {baseline, *(policy.name for policy in policies)}
+    assert {baseline, *(policy.name for policy in policies)} <= report["rows"].keys()
     silly = {baseline, *(policy.name for policy in policies if policy.kind == "silly")}
-    assert set(report["silly"]) == silly and len(silly) > 10
+    assert silly <= set(report["silly"]) <= report["rows"].keys() and len(report["silly"]) > 10
     assert f"{name}_solution" in report["rows"]
 
 

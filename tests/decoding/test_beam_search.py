@@ -10,7 +10,6 @@ import torch
 from checkpoints import new_model, save
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.decoding.beam_search import Beam, BeamSearch
@@ -140,44 +139,6 @@ def test_a_search_is_decided_if_nothing_is_expected_to_be_better(penalty, logpro
 
 def token_ids(outputs):
     return [[o.token_ids for o in output.outputs] for output in outputs]
-
-
-def test_on_the_embedded_model():
-    from transformers import AutoModelForCausalLM
-
-    model, llm = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).float(), LLM()
-    params = BeamSearchParams(beam_width=4, max_tokens=20)
-    for question in ("tell me a story", "what is 12 + 30?"):
-        chat = [{"role": "user", "content": question}]
-        (output,) = llm.generate([chat], params, use_tqdm=False)
-        expected = transformers_beams(model, output.prompt_token_ids, 4, 20)
-        assert [o.token_ids for o in output.outputs] == [tokens for tokens, _ in expected]
-        text = llm.tokenizer.decode(expected[0][0], skip_special_tokens=True)
-        assert output.outputs[0].text == text
-
-
-@pytest.mark.slow(but_every=3)
-@pytest.mark.parametrize("num_blocks, tokens", [(500, 2048), (500, 16), (32, 2048), (32, 16)])
-def test_beams_samples_and_greedy_requests_in_one_batch(models, num_blocks, tokens):
-    """With plenty and with little memory: each request gets the tokens that it gets alone."""
-    _, path = models["qwen3"]
-    all_params = [
-        BeamSearchParams(beam_width=4, max_tokens=12),
-        SamplingParams(n=3, seed=5, max_tokens=12),
-        SamplingParams(temperature=0, max_tokens=12),
-        BeamSearchParams(beam_width=2, max_tokens=9, early_stopping=True),
-    ] * 2
-    llm = LLM(
-        path, dtype="float32", block_size=4, num_blocks=num_blocks, max_num_batched_tokens=tokens
-    )
-    together = token_ids(llm.generate(prompts(8), all_params, use_tqdm=False))
-    assert (llm.stats()["preemptions"] > 0) == (num_blocks == 32)
-    alone = LLM(path, dtype="float32", block_size=4, num_blocks=500, enable_prefix_caching=False)
-    for prompt, params, outputs in zip(prompts(8), all_params, together):
-        assert token_ids(alone.generate([prompt], params, use_tqdm=False)) == [outputs]
-    for engine in (llm, alone):
-        check_blocks(engine.block_manager, [])
-        assert engine.block_manager.num_used_blocks == 0
 
 
 def test_no_more_blocks_and_copies_than_the_tree_needs(models):

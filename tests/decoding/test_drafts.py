@@ -8,7 +8,7 @@ import random
 import pytest
 from defaults import check_with
 from extras import needs
-from fake_engine import check_clean, go_on, result
+from fake_engine import check_clean, result
 from fake_engine import new_llm as new_fake_llm
 from fake_model import FakeRunner, Oracle
 from hypothesis import HealthCheck, given, settings
@@ -328,56 +328,6 @@ def test_the_same_tokens_whatever_is_proposed(expected, options, right):
     if llm.block_manager.num_free_blocks == 90 and right in (None, 0.0):
         assert llm.scheduler.num_preemptions > 0
     check_blocks(llm.block_manager, [])
-
-
-@pytest.mark.parametrize("k", range(1, 9))
-@pytest.mark.slow(but_every=4)
-def test_any_number_of_draft_tokens(expected, k):
-    llm = new_llm(speculative_config={"num_speculative_tokens": k, "prompt_lookup_max": 2})
-    assert told(answers(llm)) == told(expected)
-
-
-@pytest.mark.slow
-def test_triton(expected):
-    needs("triton")
-    llm = new_llm(speculative_config={}, attention_backend="triton", block_size=16)
-    jobs = [3, 8]
-    prompts, params = zip(*[JOBS[i] for i in jobs])
-    outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-    assert told(outputs) == told([expected[i] for i in jobs])
-    assert llm.stats()["accepted_draft_tokens"] > 0
-
-
-def test_a_stop_string_within_accepted_draft_tokens_ends_there():
-    llm = new_llm()
-    plain = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
-    (whole,) = llm.generate(["repeat: apple river stone"], plain, use_tqdm=False)
-    params = SamplingParams(temperature=0, max_tokens=40, stop="river", logprobs=0)
-    (cut,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
-    llm.scheduler.proposer = Known([whole], [params], k=12)
-    (drafted,) = llm.generate(["repeat: apple river stone"], params, use_tqdm=False)
-    assert llm.stats()["accepted_draft_tokens"] > 1
-    assert told([drafted]) == told([cut])
-    assert len(drafted.outputs[0].logprobs) == len(drafted.outputs[0].token_ids)
-    text = "".join(llm.stream("repeat: apple river stone", params))
-    assert text == cut.outputs[0].text
-    check_clean(llm)
-
-
-def test_a_grammar_takes_rejected_draft_tokens_back(expected):
-    """It does not begin its text again after each of them."""
-    llm = new_llm()
-    params = SamplingParams(
-        temperature=0, max_tokens=60, structured_outputs={"regex": "[0-9a-c ]{40}"}
-    )
-    (plain,) = llm.generate(["count from 1 to 20"], params, use_tqdm=False)
-    llm.scheduler.proposer = Known([plain], [params], right=0.5)
-    llm.add_request("count from 1 to 20", params, "a")
-    llm.step()
-    grammar = llm.requests["a"].rules.grammar
-    grammar.start = None  # a copy of it would fail
-    assert result(go_on(llm)["a"]) == result(plain)
-    assert 0 < llm.stats()["accepted_draft_tokens"] < llm.stats()["draft_tokens"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.sequence import Request
-from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.decoding.masks import words_of
 from tests.tools.extras import needs
 
@@ -82,34 +81,6 @@ def test_where_nothing_is_left_the_answer_ends(llm):
     token = llm.get_tokenizer().decode([300])
     found = output(llm, temperature=0, allowed_token_ids=[300], bad_words=[token])
     assert found.finish_reason == "stop"
-
-
-def test_others_have_their_own_tokens(llm):
-    plain = SamplingParams(temperature=0, max_tokens=20)
-    masked = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=[5, 6], bad_words=["x"])
-    (expected,) = llm.generate([PROMPT], plain, use_tqdm=False)
-    answers = llm.generate([PROMPT] * 8, [plain, masked] * 4, use_tqdm=False)
-    assert all(
-        answer.outputs[0].token_ids == expected.outputs[0].token_ids for answer in answers[::2]
-    )
-    assert all({*answer.outputs[0].token_ids} <= {5, 6} for answer in answers[1::2])
-
-
-@pytest.mark.slow(but_every=2)
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_preemption_changes_nothing(mode):
-    options = dict(block_size=4, dtype="float32", preemption_mode=mode)
-    params = SamplingParams(
-        n=3, seed=2, max_tokens=24, bad_words=["a", "the"], allowed_token_ids=[*range(200, 900)]
-    )
-    small, large = LLM(num_blocks=34, **options), LLM(num_blocks=400, **options)
-    prompts = [PROMPT, "The sun", "A dog and"]
-    found, expected = (
-        [[o.token_ids for o in a.outputs] for a in one.generate(prompts, params, use_tqdm=False)]
-        for one in (small, large)
-    )
-    assert found == expected and small.stats()["preemptions"] > 0
-    check_blocks(small.block_manager, [])
 
 
 def test_a_form_and_a_list_hold_together(llm):

@@ -157,45 +157,6 @@ def test_tokens_are_those_of_transformers(path, requests, tokens, num_blocks, mo
         assert llm.scheduler.num_preemptions > 0
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-def test_tokens_through_recorded_steps(interpret_little, path, requests, monkeypatch):
-    """Recording and replay are plain calls here."""
-    needs("triton")
-    monkeypatch.setattr("nanovllm.backends.cuda_graphs.DECODES", [4, 8])
-    llm = LLM(
-        path,
-        dtype="float32",
-        block_size=4,
-        num_blocks=100,
-        max_num_seqs=8,
-        max_num_batched_tokens=30,
-        attention_backend="triton",
-    )
-    assert llm.runner.recorder is not None
-    check(llm, requests[3::17])
-
-
-def test_samples_are_penalized_one_by_one(path, model):
-    """Each sample has its own output. A bias leaves two tokens to draw from; each that was drawn falls behind."""
-    llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
-    bias = {token_id: -100.0 for token_id in range(160) if token_id not in (40, 41)}
-    params = SamplingParams(
-        n=4, max_tokens=8, seed=3, logit_bias=bias, frequency_penalty=2, presence_penalty=0.5
-    )
-    (free,) = llm.generate([[5, 9]], params, use_tqdm=False)
-    drawn = [output.token_ids for output in free.outputs]
-    assert {token for tokens in drawn for token in tokens} == {40, 41}
-    assert len({tuple(tokens) for tokens in drawn}) > 1
-    for other in ({"num_blocks": 12}, {"max_num_batched_tokens": 4, "max_num_seqs": 4}):
-        engine = LLM(path, dtype="float32", block_size=4, **{"num_blocks": 100, **other})
-        neighbors = [[5, 9], [1] * 9, [2] * 5]
-        (same, *_) = engine.generate(
-            neighbors, [params, *[SamplingParams(max_tokens=9)] * 2], use_tqdm=False
-        )
-        assert [output.token_ids for output in same.outputs] == drawn
-
-
 def in_words(logits, seq):
     """The definition, one token after the other."""
     row = logits.double().tolist()
@@ -253,26 +214,6 @@ def test_a_step_counts_new_tokens_only(options):
         seq.token_ids += [5, 5, length]
         num_calls.append(counting(lambda seq=seq: adjustments_of([seq])))
     assert num_calls[0] == num_calls[1] < 60
-
-
-def test_logits_without_a_change_are_not_copied():
-    """Once min_tokens are reached, a step costs what it costs without them."""
-    params = SamplingParams(min_tokens=1, stop_token_ids=[STOP])
-    (seq,) = new_request([1, 2], params).sequences
-    logits = torch.zeros(1, 160)
-    assert adjusted_logits(logits, [seq])[0, STOP] == -math.inf
-    seq.token_ids.append(5)
-    assert adjusted_logits(logits, [seq]) is logits
-
-
-def test_the_neighbors_of_a_penalized_request_draw_the_same(path):
-    llm = LLM(path, dtype="float32", num_blocks=100, block_size=4)
-    params = SamplingParams(seed=5, max_tokens=9, top_p=0.9, logprobs=2)
-    penalized = SamplingParams(presence_penalty=2, logit_bias={4: 100}, max_tokens=9)
-    (alone,) = llm.generate([[8, 3]], params, use_tqdm=False)
-    beside, other = llm.generate([[8, 3], [8, 3]], [params, penalized], use_tqdm=False)
-    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert other.outputs[0].token_ids.count(4) >= 8
 
 
 def test_log_probabilities_are_those_before_penalties(path, model):
@@ -353,24 +294,3 @@ def test_prompts_are_scored(path, model, monkeypatch, backend, recorded, tokens,
         (token_id, pytest.approx(score, abs=1e-3)) for token_id, score in firsts
     ]
     check_blocks(llm.block_manager, [])
-
-
-def test_prompts_are_scored_after_a_fault(path, model):
-    """A step fails in the middle of the prompt: what was scored is scored again, once."""
-    llm = LLM(path, dtype="float32", num_blocks=50, block_size=4, max_num_batched_tokens=4)
-    steps = []
-
-    def failing(schedule, launch=llm.runner.launch):
-        steps.append(schedule)
-        if len(steps) == 3:
-            raise RuntimeError("a fault")
-        return launch(schedule)
-
-    llm.runner.launch = failing
-    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3)
-    outputs = llm.generate([PROMPTS[3], PROMPTS[1]], params, use_tqdm=False)
-    for output, prompt in zip(outputs, (PROMPTS[3], PROMPTS[1])):
-        expected = expected_scores(model, prompt)
-        assert len(output.prompt_logprobs) == len(prompt) and len(steps) > 8
-        for found, row in zip(output.prompt_logprobs[1:], expected[1:]):
-            assert found == pytest.approx(row, abs=1e-3)

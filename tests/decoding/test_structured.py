@@ -261,11 +261,6 @@ def test_a_grammar_and_any_object(llm):
     assert output.finish_reason == "length" or isinstance(json.loads(output.text), dict)
 
 
-def test_a_stream(llm):
-    text = "".join(llm.stream("Tell me", params(150, **COMPACT)))
-    assert is_valid(text, PERSON)
-
-
 # --- the mask ---
 
 
@@ -321,26 +316,6 @@ def test_a_mask_has_the_tokens_that_brute_force_finds(llm, source, fields):
         else:
             assert found and found <= expected, text
         begins += [(*begin, i) for i in sorted(expected)[:4] if len(begins) < 60]
-
-
-def test_ids_without_a_token_are_never_allowed(llm, source):
-    """A model may have more rows than its tokenizer has tokens."""
-    larger = SimpleNamespace(**{**vars(source), "vocab_size": 1600, "vocabulary": None})
-    seq = new_seq(larger, regex=".*")
-    assert EOS <= allowed(seq, 1600) <= {*range(1533), *EOS}
-    assert len(allowed(seq, 1600)) > 1000
-
-
-def test_other_rows_stay_as_they_are(source):
-    logits = torch.randn(3, 1536, dtype=torch.bfloat16)
-    (plain,) = Request("p", None, [1], SamplingParams()).sequences
-    seqs = [plain, new_seq(source, choice=["a"]), plain]
-    masked = masked_logits(logits, seqs)
-    assert masked.dtype == torch.float32 and masked.isfinite().all()
-    assert masked[::2].equal(logits[::2].float())
-    is_allowed = masked[1] > -1e30
-    assert is_allowed.sum() == 1 and masked[1][is_allowed].equal(logits[1].float()[is_allowed])
-    assert masked_logits(logits, [plain] * 3) is logits
 
 
 @pytest.mark.slow(but_every=2)
@@ -461,19 +436,6 @@ def test_tokens_after_a_fault(llm, expected, when, monkeypatch):
     assert len(steps) > 40
 
 
-def test_a_matcher_starts_again_where_tokens_have_gone(source, llm):
-    seq = new_seq(source, choice=["the fox", "the dog"])
-    the, fox, dog = (llm.tokenizer.encode(text) for text in ("the", " fox", " dog"))
-    begin = allowed(seq)
-    seq.token_ids += [*the, *fox]
-    assert allowed(seq) == EOS
-    del seq.token_ids[2 + len(the) :]
-    seq.token_ids += dog
-    assert allowed(seq) == EOS
-    del seq.token_ids[2:]
-    assert allowed(seq) == begin
-
-
 # --- what is refused ---
 
 REFUSED = [
@@ -509,7 +471,6 @@ LOOP: dict = {"type": "array"}
 LOOP["items"] = LOOP
 BOMBS = [
     ({"regex": "(a{1000}){1000}"}, "too many expressions"),
-    ({"regex": "a{1000000}"}, "too many expressions"),
     ({"regex": "(" * 5000 + ")" * 5000}, "nested"),
     ({"regex": "a" * 40_000}, "it has 40,000 characters: at most 32,768 are allowed"),
     ({"choice": ["a" * 1000] * 40}, "characters: at most 32,768"),
@@ -519,13 +480,6 @@ BOMBS = [
         {
             "grammar": "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40))
             + '\na40: "x"\nstart: a0'
-        },
-        "",
-    ),
-    (
-        {
-            "grammar": "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40))
-            + '\nA40: "x"\nstart: A0'
         },
         "",
     ),
@@ -543,7 +497,6 @@ BOMBS = [
     ),
     ({"json": {"properties": {f"p{i}": {"multipleOf": 997} for i in range(300)}}}, "multipleOf"),
     ({"json": nested(12, lambda x: {"allOf": [x, x]}, {"type": "integer"})}, "characters"),
-    ({"regex": "(a{100}){2000}"}, "too many expressions"),  # half a second of work
 ]
 
 

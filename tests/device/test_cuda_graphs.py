@@ -5,7 +5,6 @@ Run: pytest tests/device/test_cuda_graphs.py [-k looks_for_it]
 
 import gc
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,7 @@ from checkpoints import new_model, save
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops, triton_ops
-from nanovllm.backends.cuda_graphs import StepGraphs, graph_sizes
-from nanovllm.block_manager import Moves
+from nanovllm.backends.cuda_graphs import StepGraphs
 from nanovllm.config import Limits
 from nanovllm.device import memory
 from nanovllm.layers.batch import Batch
@@ -39,21 +37,6 @@ def limits_of(max_num_seqs, max_num_batched_tokens=8192, max_model_len=12) -> Li
     )
 
 
-@pytest.mark.parametrize(
-    "max_num_seqs, expected",
-    [
-        (1, [1]),
-        (5, [1, 2, 4, 8]),
-        (8, [1, 2, 4, 8]),
-        (256, [1, 2, 4, 8, *range(16, 257, 16)]),
-        (257, [1, 2, 4, 8, *range(16, 273, 16)]),
-        (10_000, [1, 2, 4, 8, *range(16, 513, 16)]),
-    ],
-)
-def test_sizes_of_decodes(max_num_seqs, expected):
-    assert graph_sizes(limits_of(max_num_seqs)) == expected
-
-
 def test_one_copy_and_always_the_same_places():
     tensors = {
         "first": torch.arange(3),
@@ -74,45 +57,6 @@ def test_one_copy_and_always_the_same_places():
     assert not any(tensor.any() for tensor in moved.values())
     with pytest.raises(RuntimeError):
         move({"too large": torch.zeros(100)}, DEVICE, buffer)
-
-
-def test_a_step_is_the_same_on_the_device():
-    """With every option of sampling, and without."""
-    rows = torch.arange(3)
-    numbers = torch.arange(18).view(6, 3)
-    warm = Sampling(
-        numbers[0].float(),
-        numbers[1],
-        numbers[2],
-        top_k=None,
-        top_p=numbers[4].float(),
-        max_top_k=5,
-        all_top_k_small=True,
-    )
-    batch = Batch(
-        CACHE,
-        numbers[0],
-        torch.arange(4).int(),
-        numbers[1].int(),
-        torch.arange(4).int(),
-        torch.arange(12).int(),
-    )
-    moves = Moves(copies=[(1, 2)])
-    for sampling in (None, warm, replace(warm, top_k=numbers[3], min_p=numbers[5].float())):
-        step = StepInputs(numbers[3], numbers[4], batch, rows, sampling, moves)
-        moved = step.to(DEVICE)
-        assert list(moved.model_inputs) == list(step.model_inputs)
-        for name, source in step.model_inputs.items():
-            target = moved.model_inputs[name]
-            assert torch.equal(target.cpu(), source) and target.device.type == DEVICE.type
-        assert moved.batch.kv_cache is CACHE and torch.equal(moved.sampled_rows.cpu(), rows)
-        assert moved.moves is moves
-        assert (moved.sampling is None) == (sampling is None)
-        for name, here in vars(sampling).items() if sampling else ():
-            there = getattr(moved.sampling, name)
-            assert (
-                torch.equal(there.cpu(), here) if isinstance(here, torch.Tensor) else there == here
-            )
 
 
 def test_pending_tokens_are_filled_in_on_the_device():

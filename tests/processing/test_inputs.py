@@ -130,10 +130,3 @@ def test_other_options_of_the_template_are_refused(llm, options, message):
     with pytest.raises(ValueError, match=message):
         llm.chat(user("hello"), greedy(max_tokens=1), use_tqdm=False, **options)
     assert not llm.has_unfinished()
-
-
-def test_a_call_of_a_tool_needs_no_content(llm):
-    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    chat = [*user("hello"), {"role": "assistant", "tool_calls": [call]}, *user("and?")]
-    (output,) = llm.chat(chat, greedy(max_tokens=1), use_tqdm=False)
-    assert "assistant\n<|im_end|>" in output.prompt

@@ -105,16 +105,6 @@ def test_observers_see_each_step(real_llm):
     assert [schedule.num_used_blocks for schedule, _ in seen] == [2, 2, 2]
 
 
-def test_a_reader_sees_what_the_cache_had_while_the_request_runs(real_llm):
-    params = SamplingParams(seed=5, max_tokens=8)
-    real_llm.generate([[7] * 40], params, use_tqdm=False)
-    real_llm.add_request([7] * 40, params)
-    (output,) = real_llm.step()
-    assert output.num_cached_tokens > 0 and not output.finished
-    while real_llm.has_unfinished():
-        real_llm.step()
-
-
 def test_statistics_of_samples_that_share_their_prompt():
     """Of 8 tokens in two blocks, with 3 samples of 6 tokens, then of one request that finds the first block."""
     llm = new_llm()

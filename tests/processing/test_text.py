@@ -6,7 +6,7 @@ Run: pytest tests/processing/test_text.py [-k stop_string]
 import random
 import threading
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -163,71 +163,11 @@ def test_stream_gives_what_generate_gives(llm, stop):
     assert "".join(pieces) == whole.outputs[0].text and len(pieces) > 10 and all(pieces)
 
 
-def test_streams_beside_each_other_and_a_stream_left_early(llm):
-    params = SamplingParams(temperature=0.8, seed=4, max_tokens=30)
-    alone = ["".join(llm.stream(user(q), params)) for q in ("tell me a story", "hello")]
-    first, second = (llm.stream(user(q), params) for q in ("tell me a story", "hello"))
-    texts = ["", ""]
-    for a, b in zip_longest(first, second, fillvalue=""):
-        texts[0] += a
-        texts[1] += b
-    assert texts == alone
-    left = llm.stream(user("tell me a story"), params)
-    next(left)
-    assert llm.has_unfinished()
-    left.close()
-    assert llm.step() == []
-    assert not llm.has_unfinished() and llm.stats()["kv_blocks_used"] == 0
-
-
-def test_a_stream_goes_on_while_its_request_is_aborted(llm):
-    stream = llm.stream(user("tell me a story"), greedy(max_tokens=50))
-    text = next(stream)
-    assert llm.abort(next(iter(llm.requests)))
-    text += "".join(stream)
-    assert len(text) < 50 and not llm.has_unfinished()
-
-
 def test_stream_refuses_before_it_is_iterated(llm):
     with pytest.raises(ValueError, match=r"n=2 is not allowed: only one answer is streamed"):
         llm.stream("x", SamplingParams(n=2))
     with pytest.raises(ValueError, match="prompt='' is empty"):
         llm.stream("")
-
-
-def test_chat_is_the_template_around_generate(llm):
-    chats = [user("hello"), [{"role": "system", "content": "You are Tiny."}, *user("12 + 7")]]
-    outputs = llm.chat(chats, greedy(max_tokens=5), use_tqdm=False)
-    assert outputs[0].prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert outputs[1].prompt.startswith(
-        "<|im_start|>system\nYou are Tiny.<|im_end|>\n<|im_start|>user\n12 + 7"
-    )
-    texts = llm.generate([o.prompt for o in outputs], greedy(max_tokens=5), use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in texts] == [o.outputs[0].token_ids for o in outputs]
-
-
-def test_special_tokens_end_the_answer_but_are_not_in_its_text(llm):
-    (output,) = llm.chat(user("thanks"), greedy(), use_tqdm=False)
-    assert (
-        output.outputs[0].finish_reason == "stop"
-        and output.outputs[0].token_ids[-1] in llm.inputs.eos_token_ids
-    )
-    assert "<|" not in output.outputs[0].text
-
-
-def test_the_text_of_a_stop_token_is_not_in_the_output(llm):
-    """Special or not. The token is."""
-    (whole,) = llm.generate("Once upon a time there was a", greedy(max_tokens=8), use_tqdm=False)
-    tokens = whole.outputs[0].token_ids
-    stop = tokens[3]
-    assert llm.tokenizer.decode([stop]) in whole.outputs[0].text and stop not in tokens[:3]
-    (output,) = llm.generate(
-        "Once upon a time there was a", greedy(stop_token_ids=[stop]), use_tqdm=False
-    )
-    assert output.outputs[0].token_ids == tokens[:4] and output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].text == llm.tokenizer.decode(tokens[:3])
-    streamed = "".join(llm.stream("Once upon a time there was a", greedy(stop_token_ids=[stop])))
-    assert streamed == output.outputs[0].text
 
 
 @pytest.mark.parametrize(

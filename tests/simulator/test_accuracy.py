@@ -1,10 +1,9 @@
-"""The simulator against the engine: a replay is exact, another schedule is refused, and a fit finds what a step costs.
+"""The simulator against the engine: a replay is exact, and another schedule is refused.
 
 Run: pytest tests/simulator/test_accuracy.py [-k replay]
 """
 
 import random
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,14 +11,11 @@ import pytest
 from nanovllm import LLM, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.scheduler import Scheduler
-from nanovllm.topics.simulator.cost_model import Hardware, shape_of
-from nanovllm.topics.simulator.machines import Machine, machines_in
-from nanovllm.topics.simulator.replica import model_config
-from tutorials.measure import calibrate, pairs
-from tutorials.measure.calibrate import SWAP, calibrated
-from tutorials.measure.cases import simulated
+from nanovllm.topics.simulator.cost_model import Hardware
+from nanovllm.topics.simulator.machines import Machine
+from tutorials.measure import pairs
+from tutorials.measure.cases import SWAP, simulated
 from tutorials.measure.recording import KnownProposer, Recording, record
-from tutorials.measure.steps import Step
 from tutorials.simulation.workloads import (
     all_at_once,
     copied,
@@ -31,7 +27,6 @@ from tutorials.simulation.workloads import (
     workload,
 )
 
-SHAPE = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
 OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
 
 
@@ -135,12 +130,10 @@ def test_another_step_is_refused():
         replay(jobs, steps[:2])
 
 
-# --- the fit ---
+# --- pairs of policies ---
 
-HERE = Hardware("made up", 20e9, 100e9, 0.0)
-START = Machine(HERE, 0.5, host_bytes_per_second=1e9)
 TRUE = Machine(
-    HERE,
+    Hardware("made up", 20e9, 100e9, 0.0),
     bandwidth_share=0.5,
     flops_share=0.8,
     attention_bandwidth_share=0.1,
@@ -152,52 +145,6 @@ TRUE = Machine(
     seconds_per_chunk=6e-5,
     host_bytes_per_second=1e9,
 )
-FOUND = [name for name in calibrate.FITTED if name != "overlap"]
-
-
-def synthetic(machine) -> list[Step]:
-    """Steps of a machine."""
-    rng, steps = random.Random(0), []
-    for _ in range(400):
-        items = [(1, rng.randint(2, 800)) for _ in range(rng.randint(0, 40))]
-        items += [
-            (n := rng.randint(2, 300), n + rng.randint(0, 500))
-            for _ in range(rng.randint(not items, 3))
-        ]
-        seconds = machine.seconds(SHAPE, items, len(items), 0, 0, 16)
-        steps.append(Step(items, len(items), seconds))
-    return steps
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_a_fit_finds_the_machine(overlap):
-    true = replace(TRUE, overlap=overlap)
-    machine, errors = calibrated(SHAPE, synthetic(true), START)
-    assert machine.overlap == overlap and errors[str(overlap)]["mean"] < 1e-3
-    names = FOUND if overlap == 0 else FOUND[:4]  # the shorter one of attention's may be hidden
-    for name in names:
-        assert getattr(machine, name) == pytest.approx(getattr(true, name), rel=0.02), name
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, monkeypatch):
-    """As small as it can be; what comes out has no meaning, but the simulator takes it."""
-    file = tmp_path / "machines.json"
-    command = ["calibrate", str(file), "--rounds", "1", "--most-tokens", "16"]
-    monkeypatch.setattr(sys, "argv", command)
-    one = {"bfloat16, 1 thread": ("bfloat16", 1)}
-    assert one.items() < calibrate.VARIANTS.items()
-    monkeypatch.setattr(calibrate, "VARIANTS", one)
-    calibrate.main()
-    machines = machines_in(file)
-    assert [*machines] == [*one]
-    config = Config(model=EMBEDDED_MODEL, **OPTIONS)
-    for machine in machines.values():
-        assert simulate(chats(3), config, machine).seconds > 0
-        assert machine.sources["hardware"].startswith("measured on")
-
-
-# --- pairs of policies ---
 
 
 def pair_of(base: list[float], other: list[float], simulated: tuple[float, float]) -> dict:

@@ -8,14 +8,11 @@ import random
 import pytest
 import torch
 from checkpoints import new_model, save
-from scheduling import new_sequence
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.block_manager import BlockManager
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.swapping import host_cache
-from nanovllm.topics.swapping.blocks import swap_out
 from nanovllm.topics.swapping.host_cache import HostCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,68 +94,6 @@ def test_the_same_tokens_with_plenty_of_memory_and_under_both_modes(path, tokens
         )
 
 
-def test_what_was_swapped_is_not_computed_again(path):
-    """Without a prefix cache every recomputed token shows: with room in the host there is none, of samples neither."""
-    computed = {}
-    for name, options in {
-        "plenty": dict(num_blocks=500),
-        "swap": {},
-        "recompute": dict(mode="recompute"),
-        "little room": dict(swap_gib=1.5e-5),
-    }.items():
-        llm = new_llm(path, enable_prefix_caching=False, **options)
-        llm.generate(
-            prompts(8),
-            [ENDLESS, SamplingParams(n=2, max_tokens=9, ignore_eos=True)] * 4,
-            use_tqdm=False,
-        )
-        computed[name] = llm.stats()["computed_tokens"]
-    assert computed["plenty"] == computed["swap"] < computed["little room"] < computed["recompute"]
-
-
-def test_abort_while_swapped_out(path):
-    llm = new_llm(path)
-    ids = [llm.add_request(prompt, ENDLESS) for prompt in prompts(8)]
-    while not any(seq.host_table for request in llm.scheduler.waiting for seq in request.sequences):
-        llm.step()
-    used = len(llm.block_manager.host_ref_counts) - len(llm.block_manager.free_host_blocks)
-    assert used > 0
-    assert all(llm.abort(request_id) for request_id in ids if request_id in llm.requests)
-    llm.step()
-    check_blocks(llm.block_manager, [])
-    assert llm.block_manager.num_used_blocks == 0
-    assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_harms_no_request(path, monkeypatch):
-    """Whatever it was about to move or write is computed again. Here it fails with blocks to copy, out, and in."""
-    expected = token_ids(
-        new_llm(path, 500).generate(prompts(8), SamplingParams(n=2, seed=3), use_tqdm=False)
-    )
-    llm, kinds = new_llm(path, 140, "swap"), set()
-    ids = [llm.add_request(prompt, SamplingParams(n=2, seed=3)) for prompt in prompts(8)]
-    outputs = {request_id: state.output for request_id, state in llm.states.unfinished.items()}
-    run = llm.runner.launch
-
-    def failing(schedule):
-        for kind, moves in vars(schedule.moves).items():
-            if moves and kind not in kinds:
-                kinds.add(kind)
-                raise KeyboardInterrupt
-        return run(schedule)
-
-    monkeypatch.setattr(llm.runner, "launch", failing)
-    while llm.has_unfinished():
-        try:
-            llm.step()
-        except KeyboardInterrupt:
-            check_blocks(llm.block_manager, [])  # no sequence has a block
-    assert [[o.token_ids for o in outputs[i].outputs] for i in ids] == expected
-    assert kinds == {"swaps_in", "swaps_out", "copies"}
-    assert llm.stats()["prompt_tokens"] == sum(map(len, prompts(8)))
-
-
 def test_room_for_no_block_is_refused(path):
     with pytest.raises(
         ValueError,
@@ -173,27 +108,3 @@ def test_more_memory_than_there_is_is_refused(path):
         match=r"there is no room for 2147483647 KV blocks \(num_blocks, kv_cache_gib\) and 5242 host",
     ):
         new_llm(path, num_blocks=2**31 - 1)
-
-
-def test_no_more_room_on_the_host_than_is_of_use(path):
-    llm = new_llm(path, swap_gib=100_000, max_num_seqs=3, max_model_len=10)
-    assert llm.runner.num_host_blocks == 3 * 3
-
-
-def test_the_hosts_memory_comes_in_pieces(monkeypatch):
-    """PyTorch rounds a pinned tensor up to a power of two: one of 5 GiB would take 8."""
-    cache = torch.zeros(2, 3, 9, 4, 2, 8)  # keys and values, layers, blocks, ...
-    block_bytes = cache[:, :, 0].nbytes
-    monkeypatch.setattr(host_cache, "PIECE_BYTES", 4 * block_bytes)
-    host = HostCache(KVCache(cache), 10)
-    pieces = [block.untyped_storage().nbytes() // block_bytes for block in host.blocks]
-    assert pieces == [4] * 8 + [2] * 2
-
-
-def test_the_host_may_have_just_enough_room():
-    manager = BlockManager(8, 4, num_host_blocks=2)
-    seq = new_sequence(range(8))
-    manager.allocate(seq, 8)
-    seq.num_computed_tokens = 8
-    assert swap_out(manager, [seq])
-    assert len(seq.host_table) == 2 and not manager.free_host_blocks

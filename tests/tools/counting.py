@@ -1,6 +1,6 @@
 """What a function costs on any machine: the calls that it makes.
 
-Tests import this file. An example that does: pytest tests/core/test_misuse.py -k queue
+Tests import this file. An example that does: pytest tests/decoding/test_penalties.py -k counts
 """
 
 import sys

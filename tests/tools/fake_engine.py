@@ -70,19 +70,6 @@ def check_clean(llm) -> None:
     check_blocks(llm.block_manager, [])
 
 
-def raise_at(owner, name: str, call: int, error=KeyboardInterrupt) -> None:
-    """Raises the error instead of the call with this number."""
-    real, calls = getattr(owner, name), []
-
-    def wrapper(*args):
-        calls.append(args)
-        if len(calls) == call:
-            raise error
-        return real(*args)
-
-    setattr(owner, name, wrapper)
-
-
 def hooked(name: str, hook) -> type[Scheduler]:
     """A scheduler that calls `hook(scheduler, *args)` before one of its methods."""
 

@@ -1,6 +1,6 @@
 """A collection of garbage that takes no longer after many tests than after few.
 
-Tests import this file. An example that does: pytest tests/core/test_misuse.py -k abandoned
+Tests import this file. An example that does: pytest tests/vattention/test_vattention.py
 """
 
 import gc

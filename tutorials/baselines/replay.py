@@ -134,18 +134,6 @@ SYSTEMS = {
     "Orca (Oracle)": OrcaOracle,
     "paged": BlockManager,
 }
-PAPER_TOKEN_STATES = {  # figure 2
-    "Orca (Max)": 0.204,
-    "Orca (Pow2)": 0.268,
-    "Orca (Oracle)": 0.382,
-    "paged": 0.963,
-}
-PAPER_SAVED = {  # from 2 sequences to 6: figure 15 and section 6.3
-    ("Alpaca", "samples"): (0.061, 0.098),
-    ("Alpaca", "beams"): (0.376, 0.552),
-    ("ShareGPT", "samples"): (0.162, 0.305),
-    ("ShareGPT", "beams"): (0.443, 0.663),
-}
 
 
 def waste(name: str, lengths: Lengths, setting: Setting, block_size: int = 16) -> dict:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanovllm import Job, Run, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.topics.simulator.machines import Machine
-from tutorials.measure.calibrate import OPTIONS, Options
 from tutorials.simulation.workloads import (
     Arrivals,
     Lengths,
@@ -17,6 +17,15 @@ from tutorials.simulation.workloads import (
     workload,
 )
 
+Options = dict[str, Any]  # fields of Config
+# of the engine and of the simulator, unless a case has others
+OPTIONS: Options = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_batched_tokens": 1024,
+    "num_blocks": 4000,
+}
+SWAP: Options = {"preemption_mode": "swap", "swap_gib": 0.05}
 Build = Callable[[Arrivals, int], list[Job]]
 
 

@@ -16,8 +16,7 @@ from statistics import mean, median
 from nanovllm import Job, Run
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.machines import Machine
-from tutorials.measure.calibrate import SWAP, Options
-from tutorials.measure.cases import Case, chats, documents, jobs_of, plain
+from tutorials.measure.cases import SWAP, Case, Options, chats, documents, jobs_of, plain
 from tutorials.report import markdown, percentile
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (

@@ -8,8 +8,8 @@ shorter one is hidden behind the longer one.
     overlap 0: reading + computing            overlap 1: the larger of the two
 
 The GPUs were not measured. Their hardware is that of data sheets, the host's work was measured
-without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured, by
-`tutorials/measure/calibrate.py`.
+without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured:
+`tutorials/15_believe.md`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 def machines_in(path: str | Path) -> dict[str, Machine]:
-    """The machines that `python -m tutorials.measure.calibrate` has written into a file. Raises
+    """The machines that `calibrate` of chapter 15 has written into a file. Raises
     ValueError for another file."""
     try:
         found = json.loads(Path(path).read_bytes())["machines"]
