@@ -106,7 +106,8 @@ class LLM:
 
         # a user's scheduler is checked in each step
         self.planner: Any = self.scheduler
-        if config.scheduler_cls or config.block_manager_cls:
+        is_ours = scheduler_cls.__module__.startswith("nanovllm.")
+        if not is_ours or config.block_manager_cls:
             from nanovllm.topics.checks.classes import check_made  # chapter 03
             from nanovllm.topics.checks.schedules import ScheduleChecks  # chapter 03
 

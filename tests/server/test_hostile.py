@@ -143,8 +143,8 @@ def test_a_client_that_leaves_before_its_turn_costs_nothing(server, expected):
             with server.connect() as sock:
                 body = {"prompt": "a", "max_tokens": 400, "stream": i % 2 == 0}
                 sock.sendall(request_bytes(COMPLETIONS, body))
-                wait_for(lambda: server.engine.num_preparing == 1)
-            wait_for(lambda: server.engine.num_preparing == 0)
+                wait_for(lambda: server.engine.preparing.total() == 1)
+            wait_for(lambda: server.engine.preparing.total() == 0)
     assert text_of(server.complete(**NEIGHBOUR)) == expected
     assert server.llm.runner.num_begun <= 24 + 2
 
@@ -221,7 +221,7 @@ def test_calls_that_wait_for_the_tokenizer_count(server, pool, monkeypatch):
     monkeypatch.setattr(server.engine, "max_waiting", 2)
     with busy(server):
         answers = [pool.submit(server.http.post, COMPLETIONS, json=SMALL) for _ in range(2)]
-        wait_for(lambda: server.engine.num_preparing == 2)
+        wait_for(lambda: server.engine.preparing.total() == 2)
         assert server.metrics()["num_requests_waiting"] == 2
         for path, body in ((COMPLETIONS, SMALL), ("/tokenize", {"prompt": "a"})):
             assert "2 requests wait" in server.refused(path, body, 429)["message"]

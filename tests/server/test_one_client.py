@@ -302,15 +302,15 @@ def test_clients_take_turns_in_the_thread_that_tokenizes(pool, monkeypatch, by):
             address = f"127.0.0.{client}" if by == "address" else "127.0.0.1"
             sock = socket.create_connection(server.address, 60, (address, 0))
             key = [f"Authorization: Bearer {keys[client - 1]}"] if keys else []
-            num_before = server.engine.num_preparing
+            num_before = server.engine.preparing.total()
             sock.sendall(request_bytes(COMPLETIONS, {"prompt": name, "max_tokens": 1}, *key))
-            wait_for(lambda: server.engine.num_preparing > num_before)
+            wait_for(lambda: server.engine.preparing.total() > num_before)
             return sock
 
         with busy(server):
             socks = [call(f"greedy {i}", 1) for i in range(8)]
             socks[3].close()  # a call that has left takes no turn
-            wait_for(lambda: server.engine.num_preparing == 7)
+            wait_for(lambda: server.engine.preparing.total() == 7)
             socks.append(call("polite", 2))
         for sock in socks:
             with suppress(OSError):

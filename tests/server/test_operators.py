@@ -50,7 +50,7 @@ def test_the_clock_starts_when_a_request_arrives(server, stream):
         with ThreadPoolExecutor(1) as pool:
             with busy(server):
                 answer = pool.submit(server.http.post, COMPLETIONS, json=body)
-                wait_for(lambda: server.engine.num_preparing)
+                wait_for(lambda: server.engine.preparing.total())
                 time.sleep(0.25)
             assert answer.result().status_code == 200
 

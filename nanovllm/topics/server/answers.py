@@ -170,10 +170,12 @@ class Answers(ABC):
                     if not has_begun:
                         yield ""
                     has_begun = True
-                    outputs[i] = delta.output
+                    outputs[i] = delta.output or outputs[i]
                     events = [event for part in delta.parts for event in self.events(i, part)]
                     if events:
                         yield "".join(events)
+                    elif delta == Delta():
+                        yield ": waiting\n\n"
             events = self.last(outputs)
         except Refused as error:
             if not has_begun:

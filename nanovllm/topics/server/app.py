@@ -17,6 +17,7 @@ This is the way of a streamed chat, from the socket to the engine and back:
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -151,6 +152,8 @@ class Server:
         begin = time.perf_counter()
         self.check(body)
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
+        for request in requests:
+            request.client = self.client_of(call)
         answers = kind(body, requests, self.name, self.texts)
         is_streamed = body.stream
         # FastAPI keeps both until the answer has ended, and they may be large
@@ -165,7 +168,7 @@ class Server:
         outputs: list[Any] = [None] * len(requests)
         async with aclosing(deltas):
             async for i, delta in deltas:
-                outputs[i] = delta.output
+                outputs[i] = delta.output or outputs[i]
         # many log-probabilities would stop the event loop
         whole = await asyncio.to_thread(answers.whole, outputs)
         return Response(whole, media_type="application/json")
@@ -180,19 +183,23 @@ class Server:
     async def prepared(self, function: Callable, body: Any, call: Request) -> Any:
         """Calls a function in the thread that tokenizes, when it is this client's turn: it may take
         longer than a stream can wait. Until it returns, the call counts as a waiting request."""
+        client = self.client_of(call)
         self.engine.check_open()
-        self.engine.check_room(1)
-        self.engine.num_preparing += 1
-        client = call.client.host if call.client else ""
-        if self.options.api_key:
-            client = call.headers["authorization"].partition(" ")[2]
+        self.engine.check_room(1, client)
+        self.engine.preparing[client] += 1
         try:
             async with self.turns.setdefault(client, asyncio.Lock()):
                 return await self.engine.loop.run_in_executor(self.tokenizing, function)
         except ValueError as error:
             raise in_words(error, body) from error
         finally:
-            self.engine.num_preparing -= 1
+            self.engine.preparing -= Counter([client])  # forgets those that have none
+
+    def client_of(self, call: Request) -> str:
+        """What stands for the client: its key, or else its address."""
+        if self.options.api_key:
+            return call.headers["authorization"].partition(" ")[2]
+        return call.client.host if call.client else ""
 
     def check(self, body: Any) -> None:
         self.check_model(body.model)
@@ -261,7 +268,7 @@ class Server:
     async def show_metrics(self) -> Response:
         # without a replica that answers, none waits in an engine
         stats = {"requests_waiting": 0} | await self.engine.stats()
-        stats["requests_waiting"] += self.engine.num_preparing
+        stats["requests_waiting"] += self.engine.preparing.total()
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 

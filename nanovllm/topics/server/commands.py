@@ -21,6 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.options import Options, refusal
 from nanovllm.schedule import Schedule
+from nanovllm.topics.fairness.shares import FairShares
 from nanovllm.topics.server.parsing import END_OF_THINK, THINK
 from nanovllm.topics.server.settings import ReplicaOptions, ServerOptions
 
@@ -38,8 +39,8 @@ def given(args: Namespace, kind: type[Options]) -> dict[str, Any]:
     return {name: value for name, value in options if name in names and value is not None}
 
 
-def new_llm(args: Namespace) -> LLM:
-    return LLM(**given(args, Config))
+def new_llm(args: Namespace, **defaults: Any) -> LLM:
+    return LLM(**defaults | given(args, Config))
 
 
 def params_of(args: Namespace, defaults: SamplingParams) -> SamplingParams:
@@ -67,7 +68,7 @@ def serve(args: Namespace) -> None:
         raise refusal(name, value, "it is for --replicas")
     options = server_options(args)
     sock = server.bind(args.host, args.port)  # before a model is loaded in vain
-    llm = new_llm(args)
+    llm = new_llm(args, scheduler_cls=FairShares)
     if args.show:
         llm.observers.append(wait_for_viewers)
     server.serve_app(new_app(llm, options), sock)
@@ -90,7 +91,8 @@ def serve_replicas(args: Namespace) -> None:
 def replica_options(args: Namespace) -> tuple[Config, ServerOptions, ReplicaOptions]:
     """Raises ValueError."""
     options = ReplicaOptions(**given(args, ReplicaOptions))
-    return Config(**given(args, Config)), server_options(args), options
+    config = Config(**{"scheduler_cls": FairShares} | given(args, Config))
+    return config, server_options(args), options
 
 
 def server_options(args: Namespace) -> ServerOptions:

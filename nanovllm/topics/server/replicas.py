@@ -108,7 +108,7 @@ class Replicas(Backend):
     def num_waiting(self) -> int:
         """The number of waiting requests. A replica does not say which of its requests run, so the
         places in all running batches are subtracted."""
-        return max(0, num_outputs(self.open) + self.num_preparing - self.most_running)
+        return max(0, num_outputs(self.open) + self.preparing.total() - self.most_running)
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         # in our context, Ray would take all requests of a call for the same one
