@@ -42,6 +42,7 @@ from server_tools import (
 
 from nanovllm import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.server import async_llm
 
 NEIGHBOUR = {"prompt": [5, 6, 7], "max_tokens": 24, "seed": 1, "ignore_eos": True}
 SMALL = {"prompt": "a", "max_tokens": 1}
@@ -306,6 +307,22 @@ def test_a_step_that_fails_ends_its_request_and_no_other(server, pool, expected)
     check_error(last["error"], 500)
     assert len(chunks) == 4 and all(c["choices"][0]["finish_reason"] is None for c in chunks)
     assert [text_of(neighbour.result()) for neighbour in neighbours] == [expected] * 3
+
+
+def test_a_stream_that_waits_sends_its_head_and_comments(server, pool, monkeypatch):
+    """A proxy ends a connection on which nothing comes. A later error is an event."""
+    monkeypatch.setattr(async_llm, "LONGEST_SILENCE", 0.05)
+    fail_for(server, 9, 3)
+    server.llm.runner.is_paced = True
+    before = [pool.submit(server.complete, **SMALL) for _ in range(8)]
+    wait_for(lambda: len(server.engine.open) == 8)
+    stream = new_client(server, {**NEIGHBOUR, "prompt": [9] * 3, "stream": True})
+    head = read_until(stream, b": waiting") + read_until(stream, b": waiting")
+    server.llm.runner.free()
+    assert head.startswith(b"HTTP/1.1 200") and b"data:" not in head
+    assert b"(Boom)" in read_until(stream, b"[DONE]")
+    stream.close()
+    assert all(answer.result() for answer in before)
 
 
 def test_a_scheduler_that_is_half_right(server, pool, expected, monkeypatch):

@@ -26,6 +26,7 @@ from server_tools import (
     wait_for,
 )
 
+from nanovllm.topics.fairness.shares import FairShares
 from nanovllm.topics.server import async_llm, parsing, serve
 
 SMALL = {"prompt": "a", "max_tokens": 1}
@@ -337,6 +338,26 @@ def test_each_output_counts(server, pool, stream):
     assert "64 may" in error["message"]
     server.llm.runner.free()
     assert all(len(answer.result()["choices"]) == 8 for answer in before)
+
+
+def test_one_call_does_not_keep_the_others_out(pool):
+    """Of eight seats and four waiting outputs, it has all until another client comes."""
+    keys = {name: {"headers": {"authorization": f"Bearer {name}"}} for name in ("greedy", "polite")}
+    llm = new_paced(scheduler_cls=FairShares)
+    with Running(llm, api_key=[*keys], max_waiting=4) as server:
+        llm.runner.is_paced = True
+        body = {"prompt": ["a"] * 6, "n": 2, "max_tokens": 60, "ignore_eos": True}
+        greedy = pool.submit(server.post, COMPLETIONS, body, **keys["greedy"])
+        wait_for(lambda: len(llm.scheduler.running) == 4)
+        llm.runner.step(2)
+        server.refused(COMPLETIONS, SMALL, 429, **keys["greedy"])
+        polite = pool.submit(server.post, COMPLETIONS, SMALL, **keys["polite"])
+        wait_for(lambda: len(server.engine.open) == 7)
+        llm.runner.step(3)
+        assert polite.result()["choices"][0]["finish_reason"] == "length"
+        assert len(server.engine.open) == 6
+        llm.runner.free()
+        assert len(greedy.result()["choices"]) == 12
 
 
 @pytest.mark.parametrize(
