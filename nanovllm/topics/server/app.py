@@ -15,6 +15,7 @@ This is the way of a streamed chat, from the socket to the engine and back:
 """
 
 import asyncio
+import logging
 import re
 import time
 from collections import Counter
@@ -27,11 +28,12 @@ from functools import cache
 from hmac import compare_digest
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException as NoRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
@@ -52,12 +54,14 @@ from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, ch
 from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
 
+logger = logging.getLogger("uvicorn.error")
+ID = "X-Request-Id"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine
 
 
 class Gate:
-    """Checks the Host and the API key, if the server has keys, and refuses a body that is too long.
-    It is pure ASGI: other middleware would hide that a client has left."""
+    """Checks the Host and the API key, if the server has keys, refuses a body that is too long, and
+    logs each call. It is pure ASGI: other middleware would hide that a client has left."""
 
     def __init__(self, app: ASGIApp, server: "Server"):
         self.app = app
@@ -65,6 +69,11 @@ class Gate:
         self.options = server.options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        begin = time.perf_counter()
+        headers = Headers(scope=scope)
+        told = {"status": 499, "id": headers.get("x-request-id", "")}
         num_bytes = 0
 
         async def receive_some() -> Message:
@@ -77,22 +86,40 @@ class Gate:
                 raise HTTPException(413, f"the body is too long: {allowed}")
             return message
 
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answer = MutableHeaders(scope=message)
+                told.update(status=message["status"], id=told["id"] or answer.get(ID, ""))
+                if told["id"]:
+                    answer[ID] = told["id"]
+            await send(message)
+
         try:
-            if scope["type"] == "http":
-                headers = Headers(scope=scope)
-                self.check_host(headers)
-                if not (scope["path"] in WITHOUT_KEY or self.is_allowed(headers)):
-                    raise Refused("the API key is missing or wrong", status=401)
+            # a request line may have a whole URL (RFC 9112, section 3.2.2)
+            scope["path"] = re.sub(r"^https?://[^/]*", "", scope["path"])
+            self.check_host(headers)
+            if not (scope["path"] in WITHOUT_KEY or self.is_allowed(headers)):
+                raise Refused("the API key is missing or wrong", status=401)
         except Refused as error:
             response = await answer_to(None, error)
-            await response(scope, receive, send)
+            await response(scope, receive, send_with_id)
         else:
-            await self.app(scope, receive_some, send)
+            await self.app(scope, receive_some, send_with_id)
+        finally:
+            if self.options.log_requests:
+                self.log(scope, told, time.perf_counter() - begin)
+
+    def log(self, scope: Scope, told: dict, seconds: float) -> None:
+        """Logs a call once its answer has ended, without the query: it may have secrets."""
+        address = "%s:%d" % (scope["client"] or ("-", 0))
+        what = f"{address} {scope['method']} {quote(scope['path'])} {told['status']}"
+        logger.info("%s in %.3f s, id %s", what, seconds, ascii(told["id"])[1:-1] or "-")
 
     def check_host(self, headers: Headers) -> None:
         """Raises Refused if this server for one machine was called by another name."""
         host = re.sub(r":\d*$", "", headers.get("host", "").lower())
-        if self.server.hosts and host not in self.server.hosts:
+        is_named = "host" in headers  # health checks by HTTP/1.0 have none, browsers always
+        if self.server.hosts and is_named and host not in self.server.hosts:
             allowed = f"without a key, a server for this machine is called {shown(LOCAL)}"
             hint = "start with --api-key, or let your proxy send one of these names"
             raise Refused(f"Host={shown(host)} is not allowed: {allowed}. {hint}")
@@ -151,11 +178,13 @@ class Server:
     async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
         begin = time.perf_counter()
         self.check(body)
+        body.request_id = body.request_id or call.headers.get(ID)
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
         for request in requests:
             request.client = self.client_of(call)
         answers = kind(body, requests, self.name, self.texts)
         is_streamed = body.stream
+        name = {ID: quote(answers.frame["id"])}
         # FastAPI keeps both until the answer has ended, and they may be large
         (await call.json()).clear()
         vars(body).clear()
@@ -164,14 +193,14 @@ class Server:
         if is_streamed:
             events = answers.stream(deltas)
             await anext(events)  # an error before the first event has a status of its own
-            return EventStream(events, headers=HEADERS)
+            return EventStream(events, headers=HEADERS | name)
         outputs: list[Any] = [None] * len(requests)
         async with aclosing(deltas):
             async for i, delta in deltas:
                 outputs[i] = delta.output or outputs[i]
         # many log-probabilities would stop the event loop
         whole = await asyncio.to_thread(answers.whole, outputs)
-        return Response(whole, media_type="application/json")
+        return Response(whole, headers=name, media_type="application/json")
 
     async def told(self, body: Any, call: Request) -> dict:
         """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""

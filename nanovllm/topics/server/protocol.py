@@ -118,6 +118,7 @@ class CallBody(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict | None = None
+    request_id: Word | None = None
 
 
 class Body(CallBody):
@@ -143,7 +144,6 @@ class Body(CallBody):
     seed: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
-    request_id: Word | None = None
     cache_salt: Word | None = None
     return_token_ids: bool = False
     structured_outputs: dict | None = None

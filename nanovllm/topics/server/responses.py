@@ -17,7 +17,7 @@ from nanovllm.topics.server.errors import Refused, first_problem
 from nanovllm.topics.server.parsing import Parts
 from nanovllm.topics.server.protocol import CallBody, Strict
 
-ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream"}  # fields, in a chat
+ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream", "request_id"}  # fields, in a chat
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
@@ -258,7 +258,7 @@ class Responses(chats.ChatCompletions):
     def response(self, status: str, **more: Any) -> dict:
         params = self.requests[0].params
         return {
-            "id": self.id,
+            "id": self.frame["id"],
             "object": self.kind,
             "created_at": self.frame["created"],
             "model": self.frame["model"],

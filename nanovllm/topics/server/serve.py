@@ -5,12 +5,14 @@ import logging
 import socket
 import sys
 import time
+from copy import deepcopy
 from math import ceil
 from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.options import refusal
@@ -157,8 +159,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def new_server(app: FastAPI) -> Server:
     options = app.state.server.options
+    log = deepcopy(LOGGING_CONFIG)
+    log["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     config = uvicorn.Config(
         app,
+        log_config=log,
         access_log=False,  # app.py writes one
         use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
         loop="asyncio",  # uvloop does not log that there is no file left for a connection
