@@ -21,6 +21,7 @@ from server_tools import (
     check_error,
     checked_error,
     new_paced,
+    read_metrics,
     read_until,
     request_bytes,
     wait_for,
@@ -346,11 +347,16 @@ def test_one_call_does_not_keep_the_others_out(pool):
     llm = new_paced(scheduler_cls=FairShares)
     with Running(llm, api_key=[*keys], max_waiting=4) as server:
         llm.runner.is_paced = True
-        body = {"prompt": ["a"] * 6, "n": 2, "max_tokens": 60, "ignore_eos": True}
+        body = {"prompt": ["a"] * 6, "n": 2, "max_tokens": 80, "ignore_eos": True}
         greedy = pool.submit(server.post, COMPLETIONS, body, **keys["greedy"])
         wait_for(lambda: len(llm.scheduler.running) == 4)
         llm.runner.step(2)
         server.refused(COMPLETIONS, SMALL, 429, **keys["greedy"])
+        metrics = pool.submit(server.http.get, "/metrics", **keys["greedy"])
+        while not metrics.done():  # between two steps
+            llm.runner.step()
+        gauges = read_metrics(metrics.result().text)
+        assert (gauges["num_requests_running"], gauges["num_requests_waiting"]) == (8, 4)
         polite = pool.submit(server.post, COMPLETIONS, SMALL, **keys["polite"])
         wait_for(lambda: len(server.engine.open) == 7)
         llm.runner.step(3)

@@ -296,8 +296,8 @@ class Server:
 
     async def show_metrics(self) -> Response:
         # without a replica that answers, none waits in an engine
-        stats = {"requests_waiting": 0} | await self.engine.stats()
-        stats["requests_waiting"] += self.engine.preparing.total()
+        stats = {"outputs_waiting": 0} | await self.engine.stats()
+        stats["outputs_waiting"] += self.engine.preparing.total()
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 

@@ -37,6 +37,7 @@ class Delta:
     parts: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None
     times: list[float] = field(default_factory=list)  # of its steps, if it is not streamed
+    first_step: float = 0.0  # when it began, if there is an output
 
 
 News = list[tuple[Request, Delta | Refused]]
@@ -177,6 +178,7 @@ class StreamReader(Reader):
         super().__init__(state)
         self.is_streamed = is_streamed
         self.times: list[float] = []
+        self.first_step = 0.0  # when it began
         self.ended: set[int] = set()  # outputs
 
 
@@ -210,7 +212,11 @@ class AsyncLLM(Backend):
 
         def between_steps() -> dict[str, float]:
             with self.llm.turns.take():
-                return self.llm.stats()
+                requests = self.llm.requests.values()
+                num_running = sum(one.most_sequences for one in self.llm.scheduler.running)
+                num_waiting = sum(one.most_sequences for one in requests) - num_running
+                counts = {"outputs_running": num_running, "outputs_waiting": num_waiting}
+                return self.llm.stats() | counts
 
         return await asyncio.to_thread(between_steps)
 
@@ -270,6 +276,11 @@ class AsyncLLM(Backend):
 
     def _observe(self, schedule: Schedule, seconds: float) -> None:
         self.sampled = {seq.request for seq in schedule.sampled}
+        begin = time.perf_counter() - seconds
+        for seq, _, _ in schedule.items:
+            reader = self.live.get(seq.request)
+            if reader is not None:
+                reader.first_step = reader.first_step or begin
 
     def _step(self) -> None:
         try:
@@ -318,6 +329,7 @@ class AsyncLLM(Backend):
         if output.finished:
             delta.output = output
             delta.times = [] if reader.is_streamed else reader.times
+            delta.first_step = reader.first_step
         return delta
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:

@@ -3,22 +3,35 @@
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from itertools import pairwise
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sequence import Request
 from nanovllm.topics.server.async_llm import Delta
 from nanovllm.topics.server.errors import Refused
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {
     "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
-    "num_requests_running": ("requests_running", "Requests in the batch."),
-    "num_requests_waiting": ("requests_waiting", "Those that wait for it, or are tokenized now."),
+    "num_requests_running": ("outputs_running", "Outputs in the batch: each of n counts."),
+    "num_requests_waiting": ("outputs_waiting", "Those that wait; a call in the tokenizer is one."),
+}
+HISTOGRAMS = {  # of each output, a request for vLLM
+    "time_to_first_token_seconds": (SHORT, "From the call's arrival to the first token."),
+    "inter_token_latency_seconds": (SHORT, "Between two tokens."),
+    "e2e_request_latency_seconds": (LONG, "From the call's arrival to the last token."),
+    "request_queue_time_seconds": (LONG, "From the call's arrival to the first step."),
+    "request_prefill_time_seconds": (LONG, "From the first step to the first token."),
+    "request_decode_time_seconds": (LONG, "From the first token to the last one."),
+    "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
+    "request_generation_tokens": (TOKENS, "Tokens of the output."),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were admitted."),
@@ -40,6 +53,15 @@ def is_counter(key: str) -> bool:
     return key.startswith(OF_A_PLACE) or key in dict(COUNTERS.values())
 
 
+@dataclass
+class Times:
+    """Of an output."""
+
+    begin: float
+    first: float = 0.0  # token
+    last: float = 0.0
+
+
 class Metrics:
     """The metrics of one server. When Prometheus asks, the engine's counters are read from
     `stats`."""
@@ -55,21 +77,15 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.first_token = self.histogram(
-            "time_to_first_token_seconds", SHORT, "From a request's arrival to its first token."
-        )
-        self.between_tokens = self.histogram(
-            "inter_token_latency_seconds", SHORT, "Between two tokens of an output."
-        )
-        self.whole = self.histogram(
-            "e2e_request_latency_seconds", LONG, "From a request's arrival to its last token."
-        )
+        options: Any = {"labelnames": ["model_name"], "registry": self.registry}
+        self.histograms = {
+            name: Histogram(f"nanovllm:{name}", text, buckets=buckets, **options).labels(model_name)
+            for name, (buckets, text) in HISTOGRAMS.items()
+        }
 
-    def histogram(self, name: str, buckets: tuple[float, ...], text: str) -> Histogram:
-        family = Histogram(
-            f"nanovllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
-        )
-        return family.labels(self.model_name)
+    def observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self.histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
@@ -94,14 +110,21 @@ class Metrics:
         """Yields the same Deltas and records their times, counted from `begin`, when the HTTP
         request arrived."""
         unfinished = dict(enumerate(requests))
-        last: dict[tuple, float] = {}
+        times: dict[tuple, Times] = {}
         reason = "abort"
         try:
             async with aclosing(deltas):
                 async for i, delta in deltas:
-                    self.see(i, delta, begin, last)
+                    now = time.perf_counter()
+                    for part in delta.parts:
+                        self.see(times.setdefault((i, part.index), Times(begin)), now)
                     if delta.output is not None:
                         del unfinished[i]
+                        for one in delta.output.outputs:
+                            seen = times.setdefault((i, one.index), Times(begin))
+                            for then in delta.times[: len(one.token_ids)]:  # of a stream: none
+                                self.see(seen, then)
+                            self.ended(seen, delta, one, now)
                     yield i, delta
         except Refused:
             reason = "error"
@@ -110,25 +133,24 @@ class Metrics:
             for request in unfinished.values():
                 self.count(reason, request.params.n)
 
-    def see(self, i: int, delta: Delta, begin: float, last: dict[tuple, float]) -> None:
-        """Records the times of a Delta. `last` has the time of the last token of each request and
-        output."""
-        now = time.perf_counter()
-        for part in delta.parts:
-            key = (i, part.index)
-            if key in last:
-                self.between_tokens.observe(now - last[key])
-            else:
-                self.first_token.observe(now - begin)
-            last[key] = now
-        if delta.output is None:
-            return
-        self.whole.observe(now - begin)
-        for one in delta.output.outputs:
-            self.count(one.finish_reason)
-            # empty if its parts were counted
-            times = delta.times[: len(one.token_ids)]
-            if times:
-                self.first_token.observe(times[0] - begin)
-            for before, after in pairwise(times):
-                self.between_tokens.observe(after - before)
+    def see(self, seen: Times, now: float) -> None:
+        """Records a token."""
+        if seen.last:
+            self.observe(inter_token_latency_seconds=now - seen.last)
+        else:
+            self.observe(time_to_first_token_seconds=now - seen.begin)
+            seen.first = now
+        seen.last = now
+
+    def ended(self, seen: Times, delta: Delta, one: CompletionOutput, now: float) -> None:
+        """Records an output that has ended."""
+        assert delta.output is not None
+        self.count(one.finish_reason)
+        self.observe(
+            e2e_request_latency_seconds=now - seen.begin,
+            request_queue_time_seconds=delta.first_step - seen.begin,
+            request_prefill_time_seconds=seen.first - delta.first_step,
+            request_decode_time_seconds=seen.last - seen.first,
+            request_prompt_tokens=len(delta.output.prompt_token_ids),
+            request_generation_tokens=len(one.token_ids),
+        )
