@@ -463,7 +463,7 @@ def chat_joined(events: list[dict]) -> dict[int, dict]:
             assert new["delta"].pop("role", None) == ("assistant" if is_first else None)
             assert one.get("finish_reason") is None
             one["finish_reason"] = new["finish_reason"]
-            one["content"] += new["delta"].pop("content")
+            one["content"] += new["delta"].pop("content") or ""
             one["reasoning"] += new["delta"].pop("reasoning", "")
             one["tool_calls"] += new["delta"].pop("tool_calls", [])
             new["delta"].pop("reasoning_content", None)

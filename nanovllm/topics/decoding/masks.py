@@ -64,9 +64,7 @@ def mask_of(seq: Sequence, num_bytes: int) -> bytes:
         bits &= words.bits(seq)
     grammar = request.rules.grammar
     if grammar is not None:
-        matcher = grammar.matcher_of(seq)
-        mask = matcher.compute_bitmask()
-        bits &= int.from_bytes(mask, "little")
+        bits &= grammar.bits(seq)
     if not bits:
         bits = sum(1 << i for i in request.eos_token_ids)
     return bits.to_bytes(num_bytes, "little")

@@ -233,18 +233,19 @@ class ChatCompletions(Answers):
         (request,) = requests
         n = request.params.n
         most_calls = None if body.parallel_tool_calls else 1
+        before = (request.prompt or "").rstrip()[-len(THINK) :]
+        if body.continue_final_message:
+            before = str(body.messages[-1].content)
+        grammar = request.rules and request.rules.grammar
+        if grammar and grammar.end_of_think is None:
+            before = ""  # the form starts at once: there is no reasoning
+        self.no_content = "" if not body.forces_calls else None
         if body.forces_calls:
             choice = body.tool_choice
             name = choice.function.name if isinstance(choice, CallNamed) else None
-            self.parsers: list[Any] = [ForcedCalls(name) for _ in range(n)]
+            self.parsers: list[Any] = [ForcedCalls(name, before) for _ in range(n)]
         else:
             has_tools = bool(body.tools) and body.tool_choice != "none"
-            has_form = request.params.structured_outputs is not None  # it leaves no reasoning
-            before = (request.prompt or "").rstrip()[-len(THINK) :]
-            if body.continue_final_message:
-                before = str(body.messages[-1].content)
-            if has_form:
-                before = ""
             self.parsers = [Parser(before, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning
 
@@ -264,7 +265,7 @@ class ChatCompletions(Answers):
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         parts = self.parts(one)
-        message: dict[str, Any] = {"content": parts.content}
+        message: dict[str, Any] = {"content": parts.content or self.no_content}
         if parts.reasoning and self.has_reasoning:
             message["reasoning"] = parts.reasoning
             message["reasoning_content"] = parts.reasoning  # its older name: some clients know it
