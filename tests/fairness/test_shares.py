@@ -92,7 +92,9 @@ def test_an_urgent_request_gives_way_to_no_other():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "num_host_blocks": 99}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 40}, {"num_blocks": 40, "num_host_blocks": 99}]
+)
 def test_answers_are_the_same_as_without_it(options, overlap):
     rng = random.Random(5)
     prompts = [[rng.randrange(9) for _ in range(rng.randrange(1, 30))] for _ in range(40)]

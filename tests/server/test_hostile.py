@@ -404,7 +404,9 @@ def test_at_the_end_those_that_run_finish(pool, expected):
         halves = [server.connect() for _ in range(3)]
         for half in halves:  # a part of a body, which never comes
             half.sendall(request_bytes(COMPLETIONS, NEIGHBOUR)[:-5])
-        wait_for(lambda: sum(one.lacks_body for one in server.uvicorn.server_state.connections) == 3)
+        wait_for(
+            lambda: sum(one.lacks_body for one in server.uvicorn.server_state.connections) == 3
+        )
         runner.step(3)
         server.uvicorn.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: not server.routes.live.readers)  # who only watches is sent away

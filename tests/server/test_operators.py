@@ -129,7 +129,9 @@ def test_the_log_has_times_and_ids_and_no_query(server, monkeypatch, path, strea
         response = server.http.post(path + "?api_key=secret", json=body, headers=headers)
         name = response.headers["x-request-id"]
         wait_for(lambda: lines)
-        assert re.fullmatch(rf"127.0.0.1:\d+ POST {path} 200 in \d+\.\d{{3}} s, id {name}", lines.pop())
+        assert re.fullmatch(
+            rf"127.0.0.1:\d+ POST {path} 200 in \d+\.\d{{3}} s, id {name}", lines.pop()
+        )
         assert name == (own or re.search(r'"id": "([^"]+)"', response.text)[1])
         assert re.search(rf'"id": "(\w+-)?{name}"', response.text)
     assert server.refused(path, {"request_id": 5, **bodies[path]})["param"] == "request_id"
@@ -139,7 +141,9 @@ def test_the_log_has_times_and_ids_and_no_query(server, monkeypatch, path, strea
     assert answer.headers["x-request-id"].endswith("%0A%E2%98%83")
 
 
-@pytest.mark.parametrize("line", ["GET http://127.0.0.1/health HTTP/1.1\r\nHost: a", "GET /health HTTP/1.0"])
+@pytest.mark.parametrize(
+    "line", ["GET http://127.0.0.1/health HTTP/1.1\r\nHost: a", "GET /health HTTP/1.0"]
+)
 def test_other_forms_of_a_request_line(server, monkeypatch, line):
     """A whole URL, and a health check without a Host."""
     monkeypatch.setattr(server.routes, "hosts", {"a"})

@@ -741,9 +741,9 @@ def test_metrics_add_up(server):
     num_tokens = sum(usage["completion_tokens"] for usage in usages)
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
         assert new[f"{name}_seconds_count"] == 8  # of each output
-    assert new["request_prompt_tokens_sum"] == 2 * sum(u["prompt_tokens"] for u in usages[:3]) + sum(
-        u["prompt_tokens"] for u in usages[3:]
-    )
+    assert new["request_prompt_tokens_sum"] == 2 * sum(
+        u["prompt_tokens"] for u in usages[:3]
+    ) + sum(u["prompt_tokens"] for u in usages[3:])
     assert new["request_generation_tokens_sum"] == num_tokens
     parts = [f"request_{name}_time_seconds_sum" for name in ("queue", "prefill", "decode")]
     assert 0 < sum(new[part] for part in parts) <= new["e2e_request_latency_seconds_sum"]

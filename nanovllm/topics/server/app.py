@@ -73,7 +73,7 @@ class Gate:
             return await self.app(scope, receive, send)
         begin = time.perf_counter()
         headers = Headers(scope=scope)
-        told = {"status": 499, "id": headers.get("x-request-id", "")}
+        told: dict[str, Any] = {"status": 499, "id": headers.get("x-request-id", "")}
         num_bytes = 0
 
         async def receive_some() -> Message:
@@ -111,8 +111,8 @@ class Gate:
 
     def log(self, scope: Scope, told: dict, seconds: float) -> None:
         """Logs a call once its answer has ended, without the query: it may have secrets."""
-        address = "%s:%d" % (scope["client"] or ("-", 0))
-        what = f"{address} {scope['method']} {quote(scope['path'])} {told['status']}"
+        host, port = scope["client"] or ("-", 0)
+        what = f"{host}:{port} {scope['method']} {quote(scope['path'])} {told['status']}"
         logger.info("%s in %.3f s, id %s", what, seconds, ascii(told["id"])[1:-1] or "-")
 
     def check_host(self, headers: Headers) -> None:
@@ -184,7 +184,7 @@ class Server:
             request.client = self.client_of(call)
         answers = kind(body, requests, self.name, self.texts)
         is_streamed = body.stream
-        name = {ID: quote(answers.frame["id"])}
+        name = {ID: quote(str(answers.frame["id"]))}
         # FastAPI keeps both until the answer has ended, and they may be large
         (await call.json()).clear()
         vars(body).clear()

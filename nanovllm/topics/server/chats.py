@@ -104,7 +104,6 @@ class ChatFields(Strict):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
-    enable_thinking: bool | None = None  # short for the template's
     reasoning_effort: Effort | None = None
 
     def chat(self, messages: list[Message]) -> dict:
@@ -118,8 +117,6 @@ class ChatFields(Strict):
             names["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             names["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            names["enable_thinking"] = self.enable_thinking
         return {
             "messages": [message.for_template() for message in messages],
             "add_generation_prompt": self.add_generation_prompt,
@@ -248,9 +245,6 @@ class ChatCompletions(Answers):
             has_tools = bool(body.tools) and body.tool_choice != "none"
             self.parsers = [Parser(before, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning
-
-    def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return {**super().end(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
     def reason(self, one: CompletionOutput) -> str | None:
         if one.finish_reason == "stop" and self.parsers[one.index].num_calls:

@@ -15,7 +15,7 @@ from nanovllm.topics.server.async_llm import Delta
 from nanovllm.topics.server.errors import Refused
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+TOKENS = [digit * 10**i for i in range(6) for digit in (1, 2, 5)]
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
 GAUGES = {

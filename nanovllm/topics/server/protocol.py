@@ -27,6 +27,7 @@ SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logpro
 # values of fields that we do not have which ask for what is done anyway
 HARMLESS: dict[str, tuple] = {
     "audio": (),
+    "best_of": (1,),
     "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -34,6 +35,7 @@ HARMLESS: dict[str, tuple] = {
     "functions": ([],),
     "include_obfuscation": (False,),
     "length_penalty": (1,),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -42,7 +44,9 @@ HARMLESS: dict[str, tuple] = {
     "vllm_xargs": ({},),
 }
 
-IGNORED = {"prompt_cache_key", "safety_identifier", "service_tier", "store"}  # they change nothing
+IGNORED = {  # they change nothing
+    *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+}
 
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 Word = Annotated[str, Field(max_length=256)]  # each is looked for after each token
@@ -125,7 +129,6 @@ class Body(CallBody):
     """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -142,10 +145,8 @@ class Body(CallBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     seed: int | None = None
-    prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: Word | None = None
-    return_token_ids: bool = False
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Word], Field(max_length=64)] | None = None
@@ -155,11 +156,9 @@ class Body(CallBody):
         """The model's default parameters with those of the body. Raises ValueError or Refused."""
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is allowed with stream=true only", "stream_options")
-        if self.best_of not in (None, 1) and self.best_of != self.n:
-            raise Refused("best_of must be n: n is the number of outputs", "best_of")
-        if self.stream and self.prompt_logprobs is not None:
-            raise Refused("prompt_logprobs cannot be streamed", "prompt_logprobs")
         given = {name: value for name, value in self if name in SAME and value is not None}
+        if self.seed == -1:  # for vLLM: none
+            del given["seed"]
         if self.logit_bias:
             wrong = [key for key in self.logit_bias if not (key.isascii() and key.isdigit())]
             if wrong:

@@ -14,7 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI
-from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -190,17 +189,6 @@ def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOpt
         return Replicas(engines.options(stream=True), inputs, num_replicas, options.max_waiting)
 
     return app_of(Server(new_engine, options))
-
-
-@serve.ingress()
-class Ingress:
-    """The server, as a deployment."""
-
-    def __init__(self, engines: DeploymentHandle, num_replicas: int, options: ServerOptions):
-        self.settings = (engines, num_replicas, options)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return new_ingress(*self.settings)
 
 
 class RayRouter(RequestRouter):

@@ -17,7 +17,14 @@ from nanovllm.topics.server.errors import Refused, first_problem
 from nanovllm.topics.server.parsing import Parts
 from nanovllm.topics.server.protocol import CallBody, Strict
 
-ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream", "request_id"}  # fields, in a chat
+ALIKE = {
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "request_id",
+}  # fields, in a chat
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
