@@ -96,15 +96,28 @@ def test_what_has_no_bytes_is_refused(option):
     assert option != "api_key" or "cret" not in str(refused.value)
 
 
-def test_options_of_a_file_are_words_of_the_command_line():
-    """As YAML has them, or as texts. A dict is JSON."""
+def test_options_of_a_file_are_words_of_the_command_line(tmp_path, monkeypatch, capsys):
+    """As JSON has them, or as texts. Those of the command line win."""
     config = {"model": "m", "speculative_config": {"num_speculative_tokens": 3}, "seed": 5}
-    config |= {"enforce_eager": True, "enable_prefix_caching": "false", "kv_cache_gib": "1.5"}
+    config |= {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_gib": "1.5"}
     more = {"replicas": 2, "router_cls": "nanovllm:RoundRobin", "allowed_origins": ["a", "-b"]}
     args = cli.new_parser().parse_args(["serve", *cli.words_of(config | more)])
     numbers = {"enable_prefix_caching": False, "kv_cache_gib": 1.5}
     assert commands.given(args, Config) == config | numbers
     assert (args.replicas, args.router_cls, args.allowed_origins) == (2, RoundRobin, ["a", "-b"])
+    file = tmp_path / "options.json"
+    served: list = []
+    monkeypatch.setattr(commands, "serve", served.append)
+    file.write_text(json.dumps(config | more))
+    cli.main(["serve", "--config", str(file), "--seed", "6"])
+    assert (served[0].seed, served[0].replicas, served[0].model) == (6, 2, "m")
+    for text, word in (
+        ("[]", "a JSON object"),
+        ("{", "JSON"),
+        ('{"sead": 1}', "did you mean --seed"),
+    ):
+        file.write_text(text)
+        assert word in refused(capsys, "serve", "--config", str(file))
 
 
 def test_values_have_the_types_of_their_fields():
@@ -151,10 +164,7 @@ def test_a_list_takes_one_value_and_leaves_the_model(option):
         (["serve", "--port", "0", "--chat-template", "/no/where"], "chat_template"),
         (["serve", "--show", "--replicas", "2"], "show=True"),
         (["serve", "--replicas", "0"], "replicas=0 is not allowed: it must be an integer from 1"),
-        (["serve", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2"),
-        (["serve", "--replicas", "2", "--target-requests", "0"], "target_requests=0.0"),
         (["serve", "--replicas", "2", "--router-cls", "json:JSONDecoder"], "a subclass of nanovllm.topics.routing.Router"),
-        (["serve", "--max-replicas", "2"], "max_replicas=2 is not allowed: it is for --replicas"),
         (["serve", "--router-cls", "nanovllm:RoundRobin"], "it is for --replicas"),
         (["complete"], "text"),
         (["complete", "a", "--seed", "x"], "--seed"),

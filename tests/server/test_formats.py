@@ -169,7 +169,6 @@ def test_arguments_are_an_object(server):
         ({"response_format": SCHEMA, "structured_outputs": {"regex": "a"}}, "structured_outputs", "give one"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools and"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, "response_format", "schema=True"),
-        ({"guided_json": {}}, "guided_json", 'give structured_outputs={"json": ...}'),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "at character 2"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),

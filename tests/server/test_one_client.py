@@ -186,18 +186,13 @@ def test_a_body_has_so_many_values(server, monkeypatch, name, stream):
 @pytest.mark.parametrize(
     "path, body", [(COMPLETIONS, SMALL), (CHATS, CHAT), (RESPONSES, {"input": "a"})]
 )
-def test_a_few_of_many_unknown_fields_are_named(server, path, body):
+def test_one_of_many_unknown_fields_is_named(server, path, body):
     error = server.refused(path, body | {f"k{i}": i for i in range(50_000)})
-    assert "k0, k1, k2 and 49,997 more fields are not supported" in error["message"]
+    assert "k0 is not supported" in error["message"] and "49,999 more" in error["message"]
     assert error["param"] == "k0"
-    error = server.refused(path, {**body, "k0": 1, "k1": 2})
-    assert "k0, k1 are not supported" in error["message"]
-
-
-def test_unknown_fields_within_a_field(server):
-    many = {f"k{i}": i for i in range(100)}
-    error = server.refused(COMPLETIONS, {**SMALL, "stream": True, "stream_options": many})
-    assert error["param"] == "stream_options" and "97 more" in error["message"]
+    within = {**SMALL, "stream": True, "stream_options": {f"k{i}": i for i in range(100)}}
+    error = server.refused(COMPLETIONS, within)
+    assert error["param"] == "stream_options" and "99 more" in error["message"]
 
 
 PARAMETERS = {

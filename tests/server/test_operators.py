@@ -102,11 +102,6 @@ def test_a_model_may_have_several_names(server):
     assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
 
 
-def test_priorities_are_for_those_that_the_server_lets():
-    with Running(new_parrot(), allow_priority=True) as other:
-        other.complete(**SMALL, priority=-5)
-
-
 def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     from nanovllm.topics.server import commands
 

@@ -15,16 +15,19 @@ class FairShares(Scheduler):
 
     def part(self, num_seqs: int, num_blocks: int) -> float:
         """The part of all seats (`max_num_seqs`) or of all blocks, whichever is larger."""
-        return max(num_seqs / self.max_num_seqs, num_blocks / len(self.block_manager.blocks))
+        all_blocks = len(self.block_manager.blocks)
+        return max(num_seqs / self.max_num_seqs, num_blocks / all_blocks)
 
-    def parts(self) -> Counter[str]:
+    def parts(self) -> dict[str, float]:
         """What each client holds. A block counts for each sequence that has it."""
         seats: Counter[str] = Counter()
         blocks: Counter[str] = Counter()
         for request in self.running:
-            seats[request.client] += request.most_sequences
-            blocks[request.client] += sum(len(seq.block_table) for seq in request.unfinished)
-        return Counter({client: self.part(seats[client], blocks[client]) for client in seats})
+            client = request.client
+            seats[client] += request.most_sequences
+            for seq in request.unfinished:
+                blocks[client] += len(seq.block_table)
+        return {client: self.part(seats[client], blocks[client]) for client in seats}
 
     def next_waiting(self) -> Request | None:
         if self.favoured in self.waiting:
@@ -32,14 +35,19 @@ class FairShares(Scheduler):
         parts = self.parts()
 
         def turn(request: Request) -> tuple:
-            return request.user_priority, parts[request.client], request.arrival
+            part = parts.get(request.client, 0)
+            return request.user_priority, part, request.arrival
 
         return min(self.waiting, key=turn, default=None)
 
     def victim(self, candidates: list[Request]) -> Request:
         """The last request of the client that holds the most."""
         parts = self.parts()
-        return max(reversed(candidates), key=lambda request: parts[request.client])
+
+        def part(request: Request) -> float:
+            return parts[request.client]
+
+        return max(reversed(candidates), key=part)
 
     def make_room(self, schedule: Schedule) -> None:
         """Preempts requests of clients that hold more than their share, until the next waiting
@@ -50,15 +58,22 @@ class FairShares(Scheduler):
         if request is None or len(clients) == 1:
             return
         fair = (1 - self.watermark) / len(clients)
-        num_tokens = len(request.prompt_token_ids)
-        if not request.is_new:  # it has been preempted
-            num_tokens = sum(len(seq) for seq in request.unfinished)
-        num_blocks = num_tokens // self.block_manager.block_size
-        wanted = self.parts()[request.client] + self.part(request.most_sequences, num_blocks)
-        while wanted <= fair and not self._fits(request):
-            victim = self.victim(sorted(self.running, key=self.running_order))
+        if self.part_with(request) > fair:
+            return
+        while not self._fits(request):
+            running = sorted(self.running, key=self.running_order)
+            victim = self.victim(running)
             is_urgent = victim.user_priority < request.user_priority
             if is_urgent or self.parts()[victim.client] <= fair:
                 return
             self.preempt(victim)
             self.favoured = request
+
+    def part_with(self, request: Request) -> float:
+        """What the client of a waiting request holds once it runs."""
+        num_tokens = len(request.prompt_token_ids)
+        if not request.is_new:  # it has been preempted
+            num_tokens = sum(map(len, request.unfinished))
+        num_blocks = num_tokens // self.block_manager.block_size
+        own = self.part(request.most_sequences, num_blocks)
+        return own + self.parts().get(request.client, 0)

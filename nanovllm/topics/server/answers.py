@@ -1,5 +1,4 @@
-"""Answers: what a call returns, whole or as a stream of events. This module has what completions,
-chats and responses share."""
+"""Answers: what a call returns, whole or as events. Completions, chats and responses share it."""
 
 import json
 import re
@@ -33,8 +32,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events. It closes the generator of the events when it ends, also if
-    the client leaves."""
+    """A response of server-sent events. However it ends, it closes their generator."""
 
     media_type = "text/event-stream"
 
@@ -44,8 +42,7 @@ class EventStream(StreamingResponse):
 
 
 class TokenTexts:
-    """The text of single tokens. It has a tokenizer of its own, because several threads use it;
-    they only decode."""
+    """The text of single tokens, by a tokenizer of its own: several threads decode with it."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -59,8 +56,7 @@ class TokenTexts:
         return self.tokenizer.decode(token_ids)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token. A token may be a part of a character; the bytes of all tokens,
-        joined, are the text."""
+        """The bytes of a token, perhaps a part of a character. Those of all tokens are the text."""
         text = self.of(token_id)
         if UNKNOWN not in text:
             return text.encode()
@@ -90,8 +86,7 @@ class TokenTexts:
 
 
 class Answers(ABC):
-    """The answers to one call. A call has several requests, each with n outputs; an output is a
-    choice."""
+    """The answers to one call: of several requests, each with n outputs, its choices."""
 
     kind: str
     chunk_kind: str

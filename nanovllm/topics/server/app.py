@@ -177,7 +177,7 @@ class Server:
 
     async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
         begin = time.perf_counter()
-        self.check(body)
+        self.check_model(body.model)
         body.request_id = body.request_id or call.headers.get(ID)
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
         for request in requests:
@@ -230,20 +230,12 @@ class Server:
             return call.headers["authorization"].partition(" ")[2]
         return call.client.host if call.client else ""
 
-    def check(self, body: Any) -> None:
-        self.check_model(body.model)
-        priority = getattr(body, "priority", 0)
-        if priority and not self.options.allow_priority:
-            problem = f"priority={shown(priority)} is not allowed"
-            raise Refused(f"{problem}: start with --allow-priority", "priority")
-
     def check_model(self, name: str | None) -> None:
         if name not in (None, *self.options.served_model_name):
             raise Refused(f"the model {shown(name)} does not exist", "model", 404)
 
     async def check_body(self, call: Request) -> None:
-        """Called before FastAPI makes a body of the JSON. Raises Refused if it has more values than
-        the model can take."""
+        """Called before FastAPI makes a body. Raises Refused if the JSON has too many values."""
         with suppress(ValueError, RecursionError):  # no JSON: FastAPI says so
             body = await call.json()
             if isinstance(body, dict):
@@ -283,7 +275,6 @@ class Server:
             "created": self.started,
             "owned_by": "nanovllm",
             "root": self.name,
-            "parent": None,
             "max_model_len": self.engine.inputs.scheduler.max_model_len,
         }
 
@@ -356,10 +347,8 @@ def app_of(server: Server) -> FastAPI:
     for path, route in posts.items():
         checks = [Depends(server.check_body)]
         app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=checks)
-    for path, route in gets.items():
-        app.add_api_route(path, route, response_model=None)
-    # as load balancers ask
-    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
+    for path, route in gets.items():  # load balancers ask with HEAD
+        app.add_api_route(path, route, methods=["GET", "HEAD"], response_model=None)
     schema = cache(lambda: JSONResponse(app.openapi()))
     app.add_api_route("/openapi.json", schema, response_model=None, include_in_schema=False)
     for kind in (Refused, NoRoute, RequestValidationError, Exception):

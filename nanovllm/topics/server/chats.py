@@ -38,8 +38,7 @@ class Message(Open):
     tool_calls: list[dict] | None = None
 
     def for_template(self) -> dict:
-        """The message in the form that chat templates expect: no empty fields, and arguments of
-        calls as objects. Raises Refused."""
+        """The message for a template: no empty fields, arguments as objects. Raises Refused."""
         fields = {name: value for name, value in self if value is not None}
         if self.role == "developer":  # templates leave out messages of a role that they do not know
             fields["role"] = "system"
@@ -163,7 +162,7 @@ class ChatBody(ChatFields, Body):
                 both = f"{self.field_of_form} and structured_outputs ask for two forms: give one"
                 raise Refused(both, "structured_outputs")
         params = self.params(inputs.default_params, **more)
-        yield inputs.request(prompt, params, self.priority)
+        yield inputs.request(prompt, params)
 
     @property
     def field_of_form(self) -> str:

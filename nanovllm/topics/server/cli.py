@@ -31,8 +31,7 @@ SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError that says what is wrong. For an unknown option, it names the most similar
-    one."""
+    """Raises a ValueError that says what is wrong, and names the most similar option."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -140,10 +139,12 @@ def imported(name: str) -> type:
 
 def with_file(words: Sequence[str], name: str) -> list[str]:
     """The options of a JSON file, and then those of the command line."""
-    options = json.loads(Path(name).read_text(encoding="utf-8"))
-    if not isinstance(options, dict):
-        raise refusal("config", name, "it must hold a JSON object, with a value for each option")
-    return [words[0], *words_of(options), *words[1:]]
+    try:
+        options = json.loads(Path(name).read_text(encoding="utf-8"))
+        return [words[0], *words_of(options), *words[1:]]
+    except (ValueError, AttributeError) as error:
+        allowed = "it must be a file with a JSON object: a value for each option"
+        raise refusal("config", name, allowed) from error
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -151,14 +152,12 @@ def words_of(options: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).replace("_", "-")
-        text = json.dumps(value) if isinstance(value, dict) else str(value)
-        switch = {"true": option, "false": "--no" + option[1:]}.get(text.lower())
-        if switch:
-            words.append(switch)
+        if isinstance(value, bool):
+            words.append(option if value else "--no" + option[1:])
         elif isinstance(value, list):
             words += [f"{option}={one}" for one in value]
         elif value is not None:
-            words.append(f"{option}={text}")
+            words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
 
 

@@ -137,8 +137,7 @@ def chat(args: Namespace) -> None:
 
 
 def show(llm: LLM, history: list[dict], params: SamplingParams, is_terminal: bool) -> str:
-    """Prints an answer while it comes. Returns the text, also if it is not complete. In a pipe, an
-    error ends the program."""
+    """Prints an answer while it comes, and returns it. In a pipe, an error ends the program."""
     answer = ""
     before = llm.stats()
     try:

@@ -32,10 +32,6 @@ class CompletionBody(Body):
         if not 0 < len(prompt) <= MOST_PROMPTS:
             allowed = f"a call must have 1 to {MOST_PROMPTS}"
             raise Refused(f"prompt has {len(prompt):,} prompts: {allowed}", "prompt")
-        for i, one in enumerate(prompt):
-            if type(one) is not type(prompt[0]):
-                problem = f"prompt[{i}] is not a {type(prompt[0]).__name__}, as the first one"
-                raise Refused(problem, "prompt")
         return prompt
 
     def requests(self, inputs: Inputs) -> Iterator[Request]:
@@ -53,7 +49,7 @@ class CompletionBody(Body):
         for prompt in self.prompts():
             if isinstance(prompt, str) and not self.add_special_tokens:
                 prompt = inputs.tokens(prompt, add_special_tokens=False)
-            yield inputs.request(prompt, params, self.priority)
+            yield inputs.request(prompt, params)
 
 
 class Completions(Answers):

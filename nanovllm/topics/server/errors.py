@@ -45,8 +45,7 @@ class Unavailable(Refused):
 
 
 def in_words(error: ValueError, body: BaseModel) -> Refused:
-    """The answer to a request that the engine refuses. The engine's error messages start with the
-    name of the field."""
+    """The answer to a request that the engine refuses: the message begins with a field's name."""
     message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
     form = "structured_outputs.json"
     message = message.replace(form, getattr(body, "field_of_form", form))

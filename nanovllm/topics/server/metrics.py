@@ -1,9 +1,9 @@
 """Metrics: what Prometheus reads, with vLLM's names and our prefix."""
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -53,18 +53,8 @@ def is_counter(key: str) -> bool:
     return key.startswith(OF_A_PLACE) or key in dict(COUNTERS.values())
 
 
-@dataclass
-class Times:
-    """Of an output."""
-
-    begin: float
-    first: float = 0.0  # token
-    last: float = 0.0
-
-
 class Metrics:
-    """The metrics of one server. When Prometheus asks, the engine's counters are read from
-    `stats`."""
+    """The metrics of one server. The engine's counters are read when Prometheus asks."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name
@@ -107,24 +97,22 @@ class Metrics:
     async def watched(
         self, deltas: AsyncGenerator, requests: list[Request], begin: float
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the same Deltas and records their times, counted from `begin`, when the HTTP
-        request arrived."""
+        """Yields the same Deltas and records their times since `begin`, the call's arrival."""
         unfinished = dict(enumerate(requests))
-        times: dict[tuple, Times] = {}
+        times: defaultdict[tuple, list[float]] = defaultdict(list)  # of each output's tokens
         reason = "abort"
         try:
             async with aclosing(deltas):
                 async for i, delta in deltas:
                     now = time.perf_counter()
                     for part in delta.parts:
-                        self.see(times.setdefault((i, part.index), Times(begin)), now)
+                        self.see(times[i, part.index], begin, now)
                     if delta.output is not None:
                         del unfinished[i]
                         for one in delta.output.outputs:
-                            seen = times.setdefault((i, one.index), Times(begin))
                             for then in delta.times[: len(one.token_ids)]:  # of a stream: none
-                                self.see(seen, then)
-                            self.ended(seen, delta, one, now)
+                                self.see(times[i, one.index], begin, then)
+                            self.ended(times[i, one.index] or [now], begin, delta, one)
                     yield i, delta
         except Refused:
             reason = "error"
@@ -133,24 +121,23 @@ class Metrics:
             for request in unfinished.values():
                 self.count(reason, request.params.n)
 
-    def see(self, seen: Times, now: float) -> None:
+    def see(self, times: list[float], begin: float, now: float) -> None:
         """Records a token."""
-        if seen.last:
-            self.observe(inter_token_latency_seconds=now - seen.last)
+        if times:
+            self.observe(inter_token_latency_seconds=now - times[-1])
         else:
-            self.observe(time_to_first_token_seconds=now - seen.begin)
-            seen.first = now
-        seen.last = now
+            self.observe(time_to_first_token_seconds=now - begin)
+        times.append(now)
 
-    def ended(self, seen: Times, delta: Delta, one: CompletionOutput, now: float) -> None:
+    def ended(self, times: list[float], begin: float, delta: Delta, one: CompletionOutput) -> None:
         """Records an output that has ended."""
         assert delta.output is not None
         self.count(one.finish_reason)
         self.observe(
-            e2e_request_latency_seconds=now - seen.begin,
-            request_queue_time_seconds=delta.first_step - seen.begin,
-            request_prefill_time_seconds=seen.first - delta.first_step,
-            request_decode_time_seconds=seen.last - seen.first,
+            e2e_request_latency_seconds=times[-1] - begin,
+            request_queue_time_seconds=delta.first_step - begin,
+            request_prefill_time_seconds=times[0] - delta.first_step,
+            request_decode_time_seconds=times[-1] - times[0],
             request_prompt_tokens=len(delta.output.prompt_token_ids),
             request_generation_tokens=len(one.token_ids),
         )

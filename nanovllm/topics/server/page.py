@@ -29,8 +29,7 @@ MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
 
 class Live:
-    """Sends the frames of the engine's thread to all browsers that watch. Without one, no frames
-    are made."""
+    """Sends the engine's frames to all browsers that watch. Without one, none are made."""
 
     def __init__(self, engine: AsyncLLM):
         self.engine = engine

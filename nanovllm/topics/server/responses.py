@@ -118,8 +118,7 @@ def deeper(flat: FlatTool) -> dict:
 
 
 def message_of(item: dict, place: str) -> dict[str, Any]:
-    """The message for an item of the input; an empty one if chat templates have no use for the
-    item. Raises Refused."""
+    """The message for an item; empty if templates have no use for it. Raises Refused."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return {}  # of an earlier answer: templates leave it out

@@ -118,8 +118,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Handles a signal. uvicorn's own method would raise the signal again before the engine is
-        closed."""
+        """Handles a signal. uvicorn would raise it again before the engine is closed."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
