@@ -20,13 +20,8 @@ NO_TORCH = (
     *("options", "config", "sampling_params", "sequence", "block_manager"),
     *("schedule", "scheduler", "processing.messages", "processing.stats"),
     *("topics.swapping.blocks", "topics.decoding.groups", "topics.decoding.beam_search"),
-    *(
-        "topics.checks.schedules",
-        "topics.checks.blocks",
-        "topics.simulator",
-        "topics.routing",
-        "topics.fairness.shares",
-    ),
+    *("topics.checks.schedules", "topics.checks.blocks", "topics.simulator", "topics.routing"),
+    "topics.fairness.shares",
 )
 
 IN_THE_ROOT = {

@@ -111,11 +111,7 @@ def test_options_of_a_file_are_words_of_the_command_line(tmp_path, monkeypatch, 
     file.write_text(json.dumps(config | more))
     cli.main(["serve", "--config", str(file), "--seed", "6"])
     assert (served[0].seed, served[0].replicas, served[0].model) == (6, 2, "m")
-    for text, word in (
-        ("[]", "a JSON object"),
-        ("{", "JSON"),
-        ('{"sead": 1}', "did you mean --seed"),
-    ):
+    for text, word in (("[]", "a JSON object"), ('{"sead": 1}', "did you mean --seed")):
         file.write_text(text)
         assert word in refused(capsys, "serve", "--config", str(file))
 

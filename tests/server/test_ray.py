@@ -25,7 +25,6 @@ from nanovllm import LLM, LeastLoaded, PrefixAffinity, Router, SamplingParams
 from nanovllm.sequence import Request
 from tests.tools.extras import needs
 
-ROOT = Path(__file__).parents[2]
 MARK = "NANOVLLM_TEST_OF_REPLICAS"  # in the environment of all that this file starts
 SECONDS = 240  # for everything that waits
 
@@ -49,13 +48,11 @@ def processes() -> dict[int, str]:
 
 
 class Served(Process):
-    """A server with replicas in other processes. A port in a command or file is PORT."""
+    """A server with replicas in other processes. The port in a command is PORT."""
 
-    def __init__(self, *command: str, files: dict[Path, str] | None = None):
+    def __init__(self, *command: str):
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = str(sock.getsockname()[1])
-        for path, text in (files or {}).items():
-            path.write_text(text.replace("PORT", port))
         variables = {
             MARK: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
