@@ -347,8 +347,10 @@ def app_of(server: Server) -> FastAPI:
     for path, route in posts.items():
         checks = [Depends(server.check_body)]
         app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=checks)
-    for path, route in gets.items():  # load balancers ask with HEAD
-        app.add_api_route(path, route, methods=["GET", "HEAD"], response_model=None)
+    for path, route in gets.items():
+        app.add_api_route(path, route, response_model=None)
+    # as load balancers ask
+    app.add_api_route("/health", server.health, methods=["HEAD"], include_in_schema=False)
     schema = cache(lambda: JSONResponse(app.openapi()))
     app.add_api_route("/openapi.json", schema, response_model=None, include_in_schema=False)
     for kind in (Refused, NoRoute, RequestValidationError, Exception):

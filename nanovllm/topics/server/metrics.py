@@ -17,6 +17,7 @@ from nanovllm.topics.server.errors import Refused
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
 TOKENS = [digit * 10**i for i in range(6) for digit in (1, 2, 5)]
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+Times = list[float]  # of an output's tokens
 
 GAUGES = {
     "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
@@ -43,8 +44,6 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Accepted draft tokens."),
 }
-
-
 OF_A_PLACE = "accepted_draft_tokens_"  # and 1 for the first draft token
 
 
@@ -99,7 +98,7 @@ class Metrics:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields the same Deltas and records their times since `begin`, the call's arrival."""
         unfinished = dict(enumerate(requests))
-        times: defaultdict[tuple, list[float]] = defaultdict(list)  # of each output's tokens
+        times: defaultdict[tuple, Times] = defaultdict(list)
         reason = "abort"
         try:
             async with aclosing(deltas):
@@ -121,7 +120,7 @@ class Metrics:
             for request in unfinished.values():
                 self.count(reason, request.params.n)
 
-    def see(self, times: list[float], begin: float, now: float) -> None:
+    def see(self, times: Times, begin: float, now: float) -> None:
         """Records a token."""
         if times:
             self.observe(inter_token_latency_seconds=now - times[-1])
@@ -129,7 +128,7 @@ class Metrics:
             self.observe(time_to_first_token_seconds=now - begin)
         times.append(now)
 
-    def ended(self, times: list[float], begin: float, delta: Delta, one: CompletionOutput) -> None:
+    def ended(self, times: Times, begin: float, delta: Delta, one: CompletionOutput) -> None:
         """Records an output that has ended."""
         assert delta.output is not None
         self.count(one.finish_reason)

@@ -42,10 +42,8 @@ HARMLESS: dict[str, tuple] = {
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
 }
-
-IGNORED = {  # they change nothing
-    *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-}
+# fields that change nothing
+IGNORED = "prompt_cache_key prompt_cache_retention safety_identifier service_tier store".split()
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a name of a JSON object
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]

@@ -108,9 +108,8 @@ class Server(uvicorn.Server):
         connections: Any = self.server_state.connections
         for connection in connections:
             cycle = connection.cycle
-            is_unread = connection.flow.write_paused
             is_idle = cycle is None or cycle.response_complete
-            if is_idle or connection.lacks_body or is_unread:
+            if is_idle or connection.lacks_body or connection.flow.write_paused:
                 idle[connection, cycle] = self.idle.get((connection, cycle), now)
                 if now - idle[connection, cycle] > LONGEST_IDLE:
                     connection.transport.abort()
