@@ -130,7 +130,8 @@ class Config(Options):
     such as {"method": "ngram", "num_speculative_tokens": 4}."""
 
     scheduler_cls: type | None = None
-    """A subclass of nanovllm.scheduler.Scheduler."""
+    """A subclass of nanovllm.scheduler.Scheduler. Default of `nanovllm serve`: FairShares, turns
+    between clients (chapter 17)."""
 
     block_manager_cls: type | None = None
     """A subclass of nanovllm.block_manager.BlockManager."""

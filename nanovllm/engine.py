@@ -113,7 +113,7 @@ class LLM:
 
         # a user's scheduler is checked in each step
         self.planner: Scheduler | ScheduleChecks = self.scheduler
-        if config.scheduler_cls or config.block_manager_cls:
+        if config.block_manager_cls or not vars(scheduler_cls).get("is_trusted"):
             from nanovllm.topics.checks.classes import check_made  # chapter 03
             from nanovllm.topics.checks.schedules import ScheduleChecks  # chapter 03
 

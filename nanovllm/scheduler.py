@@ -32,6 +32,8 @@ class Scheduler:
 
     # the part of the blocks that admission leaves free, so that running requests can grow
     watermark = 0.05
+    # whether no step of this very class is checked; a subclass does not inherit it
+    is_trusted = True
     # True promises that a request's priority never changes: `waiting` is then kept sorted
     priority_is_fixed = False
 

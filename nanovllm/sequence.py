@@ -117,6 +117,7 @@ class Request:
     has_forked: bool = False  # whether each sequence has its own blocks; else only the first runs
     num_shared_tokens: int = 0  # before the fork: the number of tokens that all sequences share
     user_priority: int = 0  # the smallest is served first
+    client: str = ""  # of a server, see topics/fairness (chapter 17)
     rules: Rules | None = None  # what changes its logits, if it `needs_rules`
     # of the prompt's tokens, as far as computed, if requested; the first one has none
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])

@@ -517,6 +517,19 @@ def test_where_structured_outputs_do_not_belong(llm):
         BeamSearchParams(structured_outputs={"regex": "a"})
 
 
+@pytest.mark.parametrize("prompt", ["Why? <think>\n", "Why?"])
+def test_a_form_starts_behind_the_reasoning_that_the_prompt_has_opened(llm, monkeypatch, prompt):
+    """Half of the tokens may be reasoning. This model does not end it by itself."""
+    end = 1534
+    monkeypatch.setattr(llm.tokenizer, "convert_tokens_to_ids", lambda text: end)
+    (output,) = answers(llm, prompt, params(120, ignore_eos=True, **COMPACT))
+    behind = output.token_ids
+    if prompt != "Why?":
+        assert behind.index(end) == 60 and not EOS & {*behind[:60]}
+        behind = behind[61:]
+    assert is_valid(llm.tokenizer.decode(behind, skip_special_tokens=True), PERSON)
+
+
 def test_a_model_without_what_it_needs(source):
     for name, value, problem in (
         ("tokenizer", None, "model='tiny' has no tokenizer"),

@@ -21,6 +21,7 @@ NO_TORCH = (
     *("schedule", "scheduler", "processing.messages", "processing.stats"),
     *("topics.swapping.blocks", "topics.decoding.groups", "topics.decoding.beam_search"),
     *("topics.checks.schedules", "topics.checks.blocks", "topics.simulator", "topics.routing"),
+    "topics.fairness.shares",
 )
 
 IN_THE_ROOT = {

@@ -96,15 +96,24 @@ def test_what_has_no_bytes_is_refused(option):
     assert option != "api_key" or "cret" not in str(refused.value)
 
 
-def test_options_of_a_file_are_words_of_the_command_line():
-    """As YAML has them, or as texts. A dict is JSON."""
+def test_options_of_a_file_are_words_of_the_command_line(tmp_path, monkeypatch, capsys):
+    """As JSON has them, or as texts. Those of the command line win."""
     config = {"model": "m", "speculative_config": {"num_speculative_tokens": 3}, "seed": 5}
-    config |= {"enforce_eager": True, "enable_prefix_caching": "false", "kv_cache_gib": "1.5"}
+    config |= {"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_gib": "1.5"}
     more = {"replicas": 2, "router_cls": "nanovllm:RoundRobin", "allowed_origins": ["a", "-b"]}
     args = cli.new_parser().parse_args(["serve", *cli.words_of(config | more)])
     numbers = {"enable_prefix_caching": False, "kv_cache_gib": 1.5}
     assert commands.given(args, Config) == config | numbers
     assert (args.replicas, args.router_cls, args.allowed_origins) == (2, RoundRobin, ["a", "-b"])
+    file = tmp_path / "options.json"
+    served: list = []
+    monkeypatch.setattr(commands, "serve", served.append)
+    file.write_text(json.dumps(config | more))
+    cli.main(["serve", "--config", str(file), "--seed", "6"])
+    assert (served[0].seed, served[0].replicas, served[0].model) == (6, 2, "m")
+    for text, word in (("[]", "a JSON object"), ('{"sead": 1}', "did you mean --seed")):
+        file.write_text(text)
+        assert word in refused(capsys, "serve", "--config", str(file))
 
 
 def test_values_have_the_types_of_their_fields():
@@ -112,7 +121,7 @@ def test_values_have_the_types_of_their_fields():
         "complete a --max-model-len 64 --kv-cache-gib 0.5 --dtype float32 --model x --ignore-eos"
     )
     words += " --no-enable-prefix-caching --enforce-eager --scheduler-cls test_cli:Own"
-    words += " --stop a b --stop-token-ids 5 6 --temperature 0 --seed 3"
+    words += " --stop a --stop b --stop-token-ids 5 --stop-token-ids 6 --temperature 0 --seed 3"
     args = cli.new_parser().parse_args(words.split())
     assert commands.given(args, Config) == {
         "model": "x", "max_model_len": 64, "kv_cache_gib": 0.5, "dtype": "float32", "enable_prefix_caching": False,
@@ -151,18 +160,12 @@ def test_a_list_takes_one_value_and_leaves_the_model(option):
         (["serve", "--port", "0", "--chat-template", "/no/where"], "chat_template"),
         (["serve", "--show", "--replicas", "2"], "show=True"),
         (["serve", "--replicas", "0"], "replicas=0 is not allowed: it must be an integer from 1"),
-        (["serve", "--replicas", "3", "--max-replicas", "2"], "max_replicas=2"),
-        (["serve", "--replicas", "2", "--target-requests", "0"], "target_requests=0.0"),
         (["serve", "--replicas", "2", "--router-cls", "json:JSONDecoder"], "a subclass of nanovllm.topics.routing.Router"),
-        (["serve", "--max-replicas", "2"], "max_replicas=2 is not allowed: it is for --replicas"),
         (["serve", "--router-cls", "nanovllm:RoundRobin"], "it is for --replicas"),
         (["complete"], "text"),
         (["complete", "a", "--seed", "x"], "--seed"),
         (["complete", "", "--num-blocks", "20"], "prompt=''"),
         (["complete", "a", "--temperature", "-1", "--num-blocks", "20"], "temperature=-1.0"),
-        (["chat", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
-        (["chat", "--url", "http://x", "--block-size", "4"], "block_size=4 is not allowed: with --url"),
-        (["chat", "Why is the sky blue?"], "no question: nanovllm chat asks for it"),
         (["serve", "-tp", "0", "--port", "0"], "tensor_parallel_size=0"),
         (["nothing"], "nothing"),
         ([], "COMMAND"),
@@ -317,75 +320,48 @@ def chat(monkeypatch, capsys, lines: list[str], *args: str) -> list[str]:
     return [answer.rstrip("\n") for answer in answers]
 
 
-@pytest.fixture(params=["local", "remote"])
-def side(request):
-    """The engine, and the options for a chat with it."""
-    if request.param == "local":
-        return request.getfixturevalue("parrot"), []
-    server = request.getfixturevalue("server")
-    return server.llm, ["--url", server.url]
-
-
 def prompts_of(llm) -> list[str]:
     return [request.prompt for request in llm.runner.answers]
 
 
-def test_a_chat_knows_what_has_been_said_until_it_is_reset(side, monkeypatch, capsys):
-    llm, args = side
+def test_a_chat_knows_what_has_been_said_until_it_is_reset(parrot, monkeypatch, capsys):
     lines = ["first ☃", "", "second", "/reset", "third", "/help", "/exit", "never"]
-    answers = chat(monkeypatch, capsys, lines, *args)
+    answers = chat(monkeypatch, capsys, lines)
     assert len(answers) == 7
     assert answers[0].startswith("first ☃\n[prompt ") and answers[1] == ""
     assert answers[2].startswith("second\n[prompt ") and answers[4].startswith("third\n[prompt ")
     assert answers[3] == "" and "/reset" in answers[5] and answers[6] == ""
-    first, second, third = prompts_of(llm)
+    first, second, third = prompts_of(parrot)
     assert second.startswith(first) and second.count("first ☃") == 2
     assert "first" not in third and "second" not in third
     pattern = r"\[prompt \d+ tokens, (\d+) of them cached; answer (\d+) tokens\]"
     (_, num_first), (num_cached, _) = re.findall(pattern, "".join(answers[:3]))
-    assert int(num_cached) > 0 and int(num_first) == len(llm.tokenizer.encode("first ☃")) + 1
+    assert int(num_cached) > 0 and int(num_first) == len(parrot.tokenizer.encode("first ☃")) + 1
 
 
-def test_what_a_model_thinks_is_shown(side, monkeypatch, capsys):
-    llm, args = side
-    answers = chat(monkeypatch, capsys, ["<think>why</think>so", "/no_think again"], *args)
+def test_what_a_model_thinks_is_shown(parrot, monkeypatch, capsys):
+    answers = chat(monkeypatch, capsys, ["<think>why</think>so", "/no_think again"])
     assert answers[0].startswith("<think>why</think>so\n[")
     assert answers[1].startswith("/no_think again\n")
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_chat(side, monkeypatch, capsys):
-    llm, args = side
+def test_ctrl_c_ends_an_answer_and_not_the_chat(parrot, monkeypatch, capsys):
     interrupt_at(monkeypatch, "two")
-    answers = chat(monkeypatch, capsys, ["one two three four", "again"], *args)
+    answers = chat(monkeypatch, capsys, ["one two three four", "again"])
     assert answers[0] == "one two\n[stopped]" and answers[1].startswith("again\n[prompt")
-    assert "assistant\none two<|im_end|>" in prompts_of(llm)[-1]
+    assert "assistant\none two<|im_end|>" in prompts_of(parrot)[-1]
 
 
-def test_options_reach_the_answer(side, monkeypatch, capsys):
+def test_options_reach_the_answer(parrot, monkeypatch, capsys):
     options = ["--max-tokens", "2", "--ignore-eos"]
-    (answer, _) = chat(monkeypatch, capsys, ["one two three four"], *side[1], *options)
+    (answer, _) = chat(monkeypatch, capsys, ["one two three four"], *options)
     assert answer.startswith("one two\n[") and "answer 2 tokens" in answer
 
 
-def test_a_question_that_is_refused_is_not_in_the_history(side, monkeypatch, capsys):
-    llm, args = side
-    answers = chat(monkeypatch, capsys, ["x " * 5000, "short"], *args)
+def test_a_question_that_is_refused_is_not_in_the_history(parrot, monkeypatch, capsys):
+    answers = chat(monkeypatch, capsys, ["x " * 5000, "short"])
     assert "max_model_len" in answers[0] and answers[1].startswith("short\n[prompt")
-    assert prompts_of(llm)[-1].count("<|im_start|>") == 2
-
-
-def test_a_server_that_refuses_says_why(server, monkeypatch, capsys):
-    answers = chat(monkeypatch, capsys, ["a"], "--url", server.url + "/v1/", "--temperature", "-1")
-    assert answers[0].startswith("\n[temperature=-1.0 is not allowed")
-    answers = chat(monkeypatch, capsys, ["a"], "other", "--url", server.url)
-    assert "'other' does not exist" in answers[0]
-
-
-def test_a_chat_with_an_api_key(monkeypatch, capsys):
-    with Running(new_parrot(), api_key=["secret"]) as server:
-        answers = chat(monkeypatch, capsys, ["a"], "--url", server.url, "--api-key", "secret")
-        assert answers[0].startswith("a\n")
-        assert "API key" in refused(capsys, "chat", "--url", server.url)
+    assert prompts_of(parrot)[-1].count("<|im_start|>") == 2
 
 
 # --- more ways to say it ---
@@ -398,17 +374,17 @@ def test_the_version(capsys):
     assert re.fullmatch(r"nanovllm \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_a_chat_in_a_pipe_writes_answers_only(side, monkeypatch, capsys):
+def test_a_chat_in_a_pipe_writes_answers_only(parrot, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
-    cli.main(["chat", *side[1]])
+    cli.main(["chat"])
     assert capsys.readouterr().out == "first\nsecond\n"
 
 
 @pytest.mark.parametrize("question", ["x " * 5000, "fine\n" + "x " * 5000])
-def test_in_a_pipe_an_error_ends_the_chat(side, monkeypatch, capsys, question):
+def test_in_a_pipe_an_error_ends_the_chat(parrot, monkeypatch, capsys, question):
     monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\nnever\n"))
     with pytest.raises(SystemExit) as info:
-        cli.main(["chat", *side[1]])
+        cli.main(["chat"])
     out, err = capsys.readouterr()
     assert out == ("fine\n" if "fine" in question else "")
     assert "max_model_len" in str(info.value.code) + err and info.value.code not in (0, None)

@@ -6,7 +6,7 @@ Run: pytest tests/server/test_formats.py
 import json
 
 import pytest
-from server_tools import CHATS, Running
+from server_tools import CHATS, Running, new_parrot
 
 from nanovllm import LLM
 from tests.tools.extras import needs
@@ -95,7 +95,7 @@ def calls_of(server, body, stream) -> list[dict]:
         choices = [event["choices"][0] for event in server.events(CHATS, body)]
         calls = [call for one in choices for call in one["delta"].get("tool_calls", [])]
         assert [call.pop("index") for call in calls] == [*range(len(calls))]
-        assert not any(one["delta"]["content"] for one in choices)
+        assert {one["delta"]["content"] for one in choices} == {None}
         choice = choices[-1]
     assert choice["finish_reason"] == "tool_calls"
     return [call["function"] for call in calls]
@@ -169,7 +169,6 @@ def test_arguments_are_an_object(server):
         ({"response_format": SCHEMA, "structured_outputs": {"regex": "a"}}, "structured_outputs", "give one"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs", "tools and"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": True}}}, "response_format", "schema=True"),
-        ({"guided_json": {}}, "guided_json", 'give structured_outputs={"json": ...}'),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "at character 2"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
@@ -181,6 +180,25 @@ def test_arguments_are_an_object(server):
 def test_what_cannot_be_done_is_refused_with_its_place(server, more, param, said):
     error = server.refused(CHATS, {**CHAT, **more})
     assert error["param"] == param and said in error["message"], error
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "function", "function": {"name": "greet"}}])
+def test_reasoning_comes_before_a_form(choice):
+    """If the template opens it, and a token closes it. This model repeats what it is told."""
+    person = '{"name":"ada","age":9}'
+    more = {"tools": TOOLS, "tool_choice": choice} if choice else {"response_format": SCHEMA}
+    for opens, text in ((True, "so</think>" + person), (False, person)):
+        llm = new_parrot()
+        llm.inputs.vocab_size += llm.tokenizer.add_tokens(["</think>"])
+        body = {"messages": [{"role": "user", "content": text}], **more}
+        body["chat_template_kwargs"] = {"opens_thinking": opens}
+        with Running(llm) as server:
+            message = server.post(CHATS, body)["choices"][0]["message"]
+            deltas = [event["choices"][0]["delta"] for event in server.events(CHATS, body)]
+        reasoning = "".join(delta.get("reasoning", "") for delta in deltas)
+        assert reasoning == message.get("reasoning", "") == ("so" if opens else "")
+        found = message["tool_calls"][0]["function"]["arguments"] if choice else message["content"]
+        assert json.loads(found) == json.loads(person)
 
 
 def test_the_official_client_parses_an_answer(server, client):

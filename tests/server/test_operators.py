@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from server_tools import (
+    CHATS,
     COMPLETIONS,
+    RESPONSES,
     Running,
     ServeProcess,
     busy,
@@ -24,6 +26,7 @@ from server_tools import (
 from nanovllm.topics.server import app, cli, page
 
 SMALL = {"prompt": "a", "max_tokens": 1}
+MESSAGES = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def test_the_clock_starts_when_a_request_arrives(server, stream):
         with ThreadPoolExecutor(1) as pool:
             with busy(server):
                 answer = pool.submit(server.http.post, COMPLETIONS, json=body)
-                wait_for(lambda: server.engine.num_preparing)
+                wait_for(lambda: server.engine.preparing.total())
                 time.sleep(0.25)
             assert answer.result().status_code == 200
 
@@ -99,11 +102,6 @@ def test_a_model_may_have_several_names(server):
     assert len(ours) > 30 and all('model_name="first"' in line for line in ours)
 
 
-def test_priorities_are_for_those_that_the_server_lets():
-    with Running(new_parrot(), allow_priority=True) as other:
-        other.complete(**SMALL, priority=-5)
-
-
 def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     from nanovllm.topics.server import commands
 
@@ -111,6 +109,42 @@ def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     args = cli.new_parser().parse_args(["serve", "--api-key", "one", "--api-key", "two"])
     keys = commands.server_options(args).api_key
     assert keys == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_times_and_ids_and_no_query(server, monkeypatch, path, stream):
+    lines: list[str] = []
+    monkeypatch.setattr(server.routes.options, "log_requests", True)
+    monkeypatch.setattr(app.logger, "info", lambda text, *args: lines.append(text % args))
+    bodies = {COMPLETIONS: SMALL, CHATS: {"messages": MESSAGES}, RESPONSES: {"input": "a"}}
+    for own in ("", "mine"):
+        headers = {"x-request-id": own} if own else {}
+        body = {**bodies[path], "stream": stream}
+        response = server.http.post(path + "?api_key=secret", json=body, headers=headers)
+        name = response.headers["x-request-id"]
+        wait_for(lambda: lines)
+        assert re.fullmatch(
+            rf"127.0.0.1:\d+ POST {path} 200 in \d+\.\d{{3}} s, id {name}", lines.pop()
+        )
+        assert name == (own or re.search(r'"id": "([^"]+)"', response.text)[1])
+        assert re.search(rf'"id": "(\w+-)?{name}"', response.text)
+    assert server.refused(path, {"request_id": 5, **bodies[path]})["param"] == "request_id"
+    wait_for(lambda: lines)
+    assert lines[0].endswith(" s, id -") and " 400 in " in lines[0]
+    answer = server.http.post(path, json={**bodies[path], "request_id": "\n\u2603"})
+    assert answer.headers["x-request-id"].endswith("%0A%E2%98%83")
+
+
+@pytest.mark.parametrize(
+    "line", ["GET http://127.0.0.1/health HTTP/1.1\r\nHost: a", "GET /health HTTP/1.0"]
+)
+def test_other_forms_of_a_request_line(server, monkeypatch, line):
+    """A whole URL, and a health check without a Host."""
+    monkeypatch.setattr(server.routes, "hosts", {"a"})
+    with server.connect() as sock:
+        sock.sendall(line.encode() + b"\r\n\r\n")
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_so_many_may_watch(server, monkeypatch):
@@ -128,7 +162,8 @@ def test_a_server_that_is_open_to_all_says_so():
     with ServeProcess("--host", "0.0.0.0") as server:
         server.http.get("/version")
         server.end(signal.SIGTERM)
-        assert "may use it" in server.log and "GET /version" in server.log
+        assert "may use it" in server.log
+        assert re.search(r"^\d{4}-\d\d-\d\d \d\d:.* GET /version 200 in ", server.log, re.MULTILINE)
 
 
 def test_the_way_that_is_written_down_has_these_names():

@@ -131,7 +131,8 @@ def test_sampling_options_are_sent(browser, server):
     assert server.bodies[0].items() >= options.items()
 
 
-def test_stop_stops(browser, server):
+@pytest.mark.parametrize("key", ["", "Escape"])
+def test_stop_stops(browser, server, key):
     server.is_endless = True
     browser.open(server.url)
     browser.click("#question")
@@ -140,7 +141,12 @@ def test_stop_stops(browser, server):
     assert browser.value("document.activeElement.id") == "question"  # the button is hidden now
     browser.wait("document.querySelector('.assistant .text')?.textContent.includes('more')")
     assert browser.value("$('send').hidden && !$('stop').hidden")
-    browser.click("#stop")
+    browser.press("Enter")
+    assert "Escape" in browser.value("$('question').validationMessage")
+    if key == "Escape":
+        browser.press("Escape")
+    else:
+        browser.click("#stop")
     assert server.has_left.wait(60)
     assert browser.wait(HAS_NOTE) == "Stopped."
     assert browser.value("!$('send').hidden && $('stop').hidden")

@@ -25,7 +25,6 @@ from nanovllm import LLM, LeastLoaded, PrefixAffinity, Router, SamplingParams
 from nanovllm.sequence import Request
 from tests.tools.extras import needs
 
-ROOT = Path(__file__).parents[2]
 MARK = "NANOVLLM_TEST_OF_REPLICAS"  # in the environment of all that this file starts
 SECONDS = 240  # for everything that waits
 
@@ -49,13 +48,11 @@ def processes() -> dict[int, str]:
 
 
 class Served(Process):
-    """A server with replicas in other processes. A port in a command or file is PORT."""
+    """A server with replicas in other processes. The port in a command is PORT."""
 
-    def __init__(self, *command: str, files: dict[Path, str] | None = None):
+    def __init__(self, *command: str):
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = str(sock.getsockname()[1])
-        for path, text in (files or {}).items():
-            path.write_text(text.replace("PORT", port))
         variables = {
             MARK: str(os.getpid()),
             "OMP_NUM_THREADS": "1",
@@ -231,7 +228,7 @@ def a_replica_dies(served):
 
 
 @pytest.mark.slow
-def test_replicas_and_then_a_cluster(tmp_path):
+def test_replicas():
     """One test, so that there is one Ray at a time, however many workers pytest has."""
     options = "serve --replicas 2 --port PORT --max-num-seqs 8 --max-waiting 8 --num-blocks 400"
     options += " --block-size 8 --shutdown-timeout 20"
@@ -243,27 +240,6 @@ def test_replicas_and_then_a_cluster(tmp_path):
         full_replicas(served)
         a_replica_dies(served)
         assert served.end(signal.SIGTERM) == 0, served.log
-    config = (ROOT / "tutorials/serving/replicas.yaml").read_text(encoding="utf-8")
-    config = config.replace("8000", "PORT")
-    run = (sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "config.yaml"))
-    with Served(*run, files={tmp_path / "config.yaml": config}) as served:
-        on_a_cluster(served)
-        served.end(signal.SIGINT)
-
-
-def on_a_cluster(served):
-    """The config file of chapter 19: the server is a deployment behind Ray's proxy, a replica has two ranks, and
-    under load there is a second replica."""
-    as_one_engine(served)
-    long = {"prompt": [9] * 10, "max_tokens": 300, "ignore_eos": True}
-    assert served.stream(long, leave_after=3)[0] == "left"
-    with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(served.stream, long) for _ in range(8)]
-        assert {stream.result()[0] for stream in streams} == {"done"}
-    wait_for(lambda: len(served.engines()) == 2, SECONDS)
-    for more, word in (({"top_p": 0}, "top_p"), ({"prompt": [5] * 5000}, "max_model_len")):
-        answer = served.post({"prompt": "x", **more})
-        assert answer.status_code == 400 and word in answer.json()["error"]["message"]
 
 
 # --- without processes ---
@@ -533,17 +509,6 @@ def test_machines_without_room():
     said = "each needs 1 CPU and 2 GPU, so Ray's machines have room for 3"
     with pytest.raises(ValueError, match=f"replicas=4 is not allowed: {said}"):
         check_room(machines, {"CPU": 1.0, "GPU": 2}, 4)
-
-
-def test_wrong_arguments_of_a_config_file():
-    from nanovllm.topics.server.ray import app
-
-    with pytest.raises(ValueError, match="no option '--replica' here: did you mean --replicas"):
-        app({"replica": 2})
-    with pytest.raises(ValueError, match="invalid int value: 'two'"):
-        app({"replicas": "two"})
-    with pytest.raises(ValueError, match="port=8000 .* http_options"):
-        app({"port": 8000})
 
 
 def test_replicas_that_cannot_be_made(monkeypatch):

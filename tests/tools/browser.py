@@ -138,7 +138,8 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
-        codes = {"Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "End": 35, " ": 32}
+        codes = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9}
+        codes |= {"End": 35, " ": 32}
         key_event = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
         if key in ("Enter", " "):
             key_event["text"] = key.replace("Enter", "\r")

@@ -30,6 +30,7 @@ class Stage:
         self.left: dict[str, int] = {}
         self.steps: list[tuple[str, ...]] = []  # whose requests took part
         self.stop_after = 0  # the number of a step, 0: none
+        self.key = "ann"  # the API key of clients that ask now
         self.has_stopped = threading.Event()
         self.may_go_on = threading.Event()
         llm.observers.append(self._observe)
@@ -95,7 +96,7 @@ class Stage:
     def sent(self, **body) -> HTTPConnection:
         """A connection on which a request has been sent."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         body = {"temperature": 0, "ignore_eos": True, **body}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
         return connection
@@ -167,17 +168,22 @@ class NaiveStage(Stage):
 class RealStage(Stage):
     """With `nanovllm serve`, in a thread."""
 
-    def __init__(self, max_num_seqs: int = 256, max_waiting: int = 256):
+    def __init__(self, max_num_seqs: int = 256, max_waiting: int = 256, keys=(), **options):
         import uvicorn
 
+        from nanovllm.topics.fairness.shares import FairShares
         from nanovllm.topics.server.app import new_app
         from nanovllm.topics.server.serve import bind
         from nanovllm.topics.server.settings import ServerOptions
 
-        options = ServerOptions(
-            served_model_name=["tiny"], max_waiting=max_waiting, log_requests=False
+        settings = ServerOptions(
+            served_model_name=["tiny"],
+            api_key=[*keys],
+            max_waiting=max_waiting,
+            log_requests=False,
         )
-        app = new_app(LLM(num_blocks=256, max_num_seqs=max_num_seqs), options)
+        options = {"scheduler_cls": FairShares, **options}
+        app = new_app(LLM(num_blocks=256, max_num_seqs=max_num_seqs, **options), settings)
         web = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         sock = bind("127.0.0.1", 0)  # 0 is any free port
         threading.Thread(target=web.run, args=([sock],), daemon=True).start()

@@ -46,7 +46,8 @@ def words_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> Words:
     if params.bad_words and tokenizer is None:
         raise refusal("bad_words", params.bad_words, "the model has no tokenizer")
     for word in params.bad_words or ():
-        for text in {word, " " + word.lstrip(" ")}:
+        forms = {word, " " + word.lstrip(" ")}
+        for text in forms:
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             if len(token_ids) > 1:
                 bad.setdefault(token_ids[-2], []).append(token_ids)
@@ -64,9 +65,7 @@ def mask_of(seq: Sequence, rules: Rules, num_bytes: int) -> bytes:
         bits &= words.bits(seq)
     grammar = rules.grammar
     if grammar is not None:
-        matcher = grammar.matcher_of(seq)
-        mask = matcher.compute_bitmask()
-        bits &= int.from_bytes(mask, "little")
+        bits &= grammar.bits(seq)
     if not bits:
         bits = sum(1 << i for i in request.eos_token_ids)
     return bits.to_bytes(num_bytes, "little")

@@ -61,4 +61,5 @@ def rules_of(request: Request, source: Source) -> LogitsRules:
         rules.words = words_of(params, source.tokenizer, source.vocab_size)
     if params.structured_outputs:
         rules.grammar = grammar_of(params, source)
+        rules.grammar.think_first(request, source.tokenizer)
     return rules

@@ -24,8 +24,10 @@ from typing import Any, ClassVar
 
 from nanovllm.options import Options, Rule, listed, refusal, shown
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.sequence import Request, Sequence
 
+THINK = "<think>"
+END_OF_THINK = "</think>"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NO_TEXT = "no text matches it"
 # what clients send must neither keep a server busy nor fill its memory
@@ -288,15 +290,41 @@ class Grammar:
     eos_token_ids: frozenset[int]
     # by the sequence's index: a matcher, and the tokens that it has consumed
     matches: dict[int, tuple[Any, list[int]]] = field(default_factory=dict)
+    # if the model thinks first: the token after which the form starts, and the most tokens before
+    end_of_think: int | None = None
+    most_thinking: int = 0
+
+    def think_first(self, request: Request, tokenizer: Any) -> None:
+        """Lets the form start behind the reasoning, if the prompt has opened it and a token closes
+        it. At most half of the answer's tokens are reasoning."""
+        end = tokenizer.convert_tokens_to_ids(END_OF_THINK)
+        is_open = (request.prompt or "").rstrip().endswith(THINK)
+        if is_open and end not in (None, tokenizer.unk_token_id):
+            self.end_of_think = end
+            self.most_thinking = (request.max_len - len(request.prompt_token_ids)) // 2
+
+    def bits(self, seq: Sequence) -> int:
+        """The allowed tokens: bit i of the number is token i."""
+        token_ids = seq.output_token_ids
+        if self.end_of_think is None or self.end_of_think in token_ids:
+            return int.from_bytes(self.matcher_of(seq).compute_bitmask(), "little")
+        if len(token_ids) >= self.most_thinking:
+            return 1 << self.end_of_think
+        return ~sum(1 << i for i in self.eos_token_ids)
 
     def __reduce__(self) -> tuple:
         """It does not travel: a process that gets the request compiles its own."""
         return type(None), ()
 
     def matcher_of(self, seq: Sequence) -> Any:
-        """The matcher after all output tokens of the sequence. It takes back those that are gone,
-        as after a wrong draft token or a fault, and consumes those that are new."""
+        """The matcher after all output tokens of the sequence, without the reasoning. It takes back
+        those that are gone, as after a wrong draft token or a fault, and consumes those that are
+        new."""
         token_ids = seq.output_token_ids
+        if self.end_of_think in token_ids:
+            token_ids = token_ids[token_ids.index(self.end_of_think) + 1 :]
+        elif self.end_of_think is not None:
+            token_ids = []
         matcher, consumed = self.matches.pop(seq.index, (None, []))
         if matcher is None:
             matcher = self.start.deep_copy()

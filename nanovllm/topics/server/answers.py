@@ -1,5 +1,4 @@
-"""Answers: what a call returns, whole or as a stream of events. This module has what completions,
-chats and responses share."""
+"""Answers: what a call returns, whole or as events. Completions, chats and responses share it."""
 
 import json
 import re
@@ -25,7 +24,7 @@ from nanovllm.topics.server.protocol import Body, StreamOptions
 encode = json.JSONEncoder(ensure_ascii=False).encode
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second one is nginx's
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
-MOST_ENTRIES = 2**19  # log-probabilities and token ids in an answer: about 40 MB
+MOST_ENTRIES = 2**19  # log-probabilities in an answer: about 40 MB
 BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # in vocabularies as GPT-2's
 UNKNOWN = "\ufffd"  # what a tokenizer writes for a part of a character
 Rows = list[TokenLogprobs | None]
@@ -33,8 +32,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events. It closes the generator of the events when it ends, also if
-    the client leaves."""
+    """A response of server-sent events. However it ends, it closes their generator."""
 
     media_type = "text/event-stream"
 
@@ -44,8 +42,7 @@ class EventStream(StreamingResponse):
 
 
 class TokenTexts:
-    """The text of single tokens. It has a tokenizer of its own, because several threads use it;
-    they only decode."""
+    """The text of single tokens, by a tokenizer of its own: several threads decode with it."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -59,8 +56,7 @@ class TokenTexts:
         return self.tokenizer.decode(token_ids)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token. A token may be a part of a character; the bytes of all tokens,
-        joined, are the text."""
+        """The bytes of a token, perhaps a part of a character. Those of all tokens are the text."""
         text = self.of(token_id)
         if UNKNOWN not in text:
             return text.encode()
@@ -90,8 +86,7 @@ class TokenTexts:
 
 
 class Answers(ABC):
-    """The answers to one call. A call has several requests, each with n outputs; an output is a
-    choice."""
+    """The answers to one call: of several requests, each with n outputs, its choices."""
 
     kind: str
     chunk_kind: str
@@ -104,7 +99,6 @@ class Answers(ABC):
         self.requests = requests
         self.texts = texts
         self.wants = body.stream_options or StreamOptions()
-        self.has_token_ids = body.return_token_ids
         # tokens streamed, by request and output
         self.counts: Counter[tuple[int, int]] = Counter()
         self.frame = {
@@ -118,19 +112,17 @@ class Answers(ABC):
         self.check_size()
 
     def check_size(self) -> None:
-        """Raises Refused if the answer may contain too many log-probabilities and token ids."""
+        """Raises Refused if the answer may contain too many log-probabilities."""
         num_entries = 0
         for request in self.requests:
             params = request.params
-            # per token; -1: none are asked for
-            scored = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-            sampled = -1 if params.logprobs is None else params.logprobs
             num_prompt = len(request.prompt_token_ids)
-            num_outputs = request.max_len - num_prompt
-            of_prompt = num_prompt * (self.has_token_ids + scored + 1)
-            num_entries += params.n * (of_prompt + num_outputs * (self.has_token_ids + sampled + 1))
+            if params.prompt_logprobs is not None:
+                num_entries += params.n * num_prompt * (params.prompt_logprobs + 1)
+            if params.logprobs is not None:
+                num_entries += params.n * (request.max_len - num_prompt) * (params.logprobs + 1)
         if num_entries > MOST_ENTRIES:
-            problem = f"the answer may have {num_entries:,} log-probabilities and token ids"
+            problem = f"the answer may have {num_entries:,} log-probabilities"
             raise Refused(f"{problem}, at most {MOST_ENTRIES:,} are allowed in one call", "n")
 
     # --- the whole answer ---
@@ -144,11 +136,8 @@ class Answers(ABC):
             for one in output.outputs
         ]
         head = encode(self.frame)[:-1]
-        return f'{head}, "choices": [{", ".join(choices)}], {encode(self.end(outputs))[1:]}'
-
-    def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The fields after the choices."""
-        return {"usage": self.usage(outputs)}
+        usage = encode(self.usage(outputs))
+        return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}}}'
 
     def usage(self, outputs: list[RequestOutput]) -> dict:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -170,10 +159,12 @@ class Answers(ABC):
                     if not has_begun:
                         yield ""
                     has_begun = True
-                    outputs[i] = delta.output
+                    outputs[i] = delta.output or outputs[i]
                     events = [event for part in delta.parts for event in self.events(i, part)]
                     if events:
                         yield "".join(events)
+                    elif delta == Delta():
+                        yield ": waiting\n\n"
             events = self.last(outputs)
         except Refused as error:
             if not has_begun:
@@ -214,38 +205,16 @@ class Answers(ABC):
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         """One choice. Choices are numbered prompt by prompt."""
-        choice = {
+        return {
             "index": i * self.requests[i].params.n + one.index,
             **self.content(i, one, whole, is_first),
             "finish_reason": self.reason(one),
             "stop_reason": one.stop_reason,
         }
-        if self.has_token_ids:
-            choice["token_ids"] = one.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = self.requests[i].prompt_token_ids
-        return choice
 
     def reason(self, one: CompletionOutput) -> str | None:
         """The reason why an output has ended (`finish_reason`)."""
         return REASONS.get(one.finish_reason, one.finish_reason)
-
-    def prompt_logprobs(self, output: RequestOutput) -> list[dict | None] | None:
-        """The log-probabilities of a prompt, in vLLM's form."""
-        if output.prompt_logprobs is None:
-            return None
-        return [row and self.ranked(row) for row in output.prompt_logprobs]
-
-    def ranked(self, row: TokenLogprobs) -> dict[str, dict]:
-        """Log-probabilities with ranks. The rank of a token outside the likeliest ones is
-        unknown."""
-        num_likeliest = self.requests[0].params.prompt_logprobs or 0
-        likeliest = sorted(row, key=lambda i: -row[i])
-        ranks = {i: rank for rank, i in enumerate(likeliest, 1) if rank <= num_likeliest}
-        return {
-            str(i): {"logprob": logprob, "rank": ranks.get(i), "decoded_token": self.texts.of(i)}
-            for i, logprob in row.items()
-        }
 
 
 def data(event: dict) -> str:

@@ -15,8 +15,10 @@ This is the way of a streamed chat, from the socket to the engine and back:
 """
 
 import asyncio
+import logging
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -26,11 +28,12 @@ from functools import cache
 from hmac import compare_digest
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException as NoRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
@@ -51,12 +54,14 @@ from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, ch
 from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
 
+logger = logging.getLogger("uvicorn.error")
+ID = "X-Request-Id"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine
 
 
 class Gate:
-    """Checks the Host and the API key, if the server has keys, and refuses a body that is too long.
-    It is pure ASGI: other middleware would hide that a client has left."""
+    """Checks the Host and the API key, if the server has keys, refuses a body that is too long, and
+    logs each call. It is pure ASGI: other middleware would hide that a client has left."""
 
     def __init__(self, app: ASGIApp, server: "Server"):
         self.app = app
@@ -64,6 +69,11 @@ class Gate:
         self.options = server.options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        begin = time.perf_counter()
+        headers = Headers(scope=scope)
+        told: dict[str, Any] = {"status": 499, "id": headers.get("x-request-id", "")}
         num_bytes = 0
 
         async def receive_some() -> Message:
@@ -76,22 +86,40 @@ class Gate:
                 raise HTTPException(413, f"the body is too long: {allowed}")
             return message
 
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answer = MutableHeaders(scope=message)
+                told.update(status=message["status"], id=told["id"] or answer.get(ID, ""))
+                if told["id"]:
+                    answer[ID] = told["id"]
+            await send(message)
+
         try:
-            if scope["type"] == "http":
-                headers = Headers(scope=scope)
-                self.check_host(headers)
-                if not (scope["path"] in WITHOUT_KEY or self.is_allowed(headers)):
-                    raise Refused("the API key is missing or wrong", status=401)
+            # a request line may have a whole URL (RFC 9112, section 3.2.2)
+            scope["path"] = re.sub(r"^https?://[^/]*", "", scope["path"])
+            self.check_host(headers)
+            if not (scope["path"] in WITHOUT_KEY or self.is_allowed(headers)):
+                raise Refused("the API key is missing or wrong", status=401)
         except Refused as error:
             response = await answer_to(None, error)
-            await response(scope, receive, send)
+            await response(scope, receive, send_with_id)
         else:
-            await self.app(scope, receive_some, send)
+            await self.app(scope, receive_some, send_with_id)
+        finally:
+            if self.options.log_requests:
+                self.log(scope, told, time.perf_counter() - begin)
+
+    def log(self, scope: Scope, told: dict, seconds: float) -> None:
+        """Logs a call once its answer has ended, without the query: it may have secrets."""
+        host, port = scope["client"] or ("-", 0)
+        what = f"{host}:{port} {scope['method']} {quote(scope['path'])} {told['status']}"
+        logger.info("%s in %.3f s, id %s", what, seconds, ascii(told["id"])[1:-1] or "-")
 
     def check_host(self, headers: Headers) -> None:
         """Raises Refused if this server for one machine was called by another name."""
         host = re.sub(r":\d*$", "", headers.get("host", "").lower())
-        if self.server.hosts and host not in self.server.hosts:
+        is_named = "host" in headers  # health checks by HTTP/1.0 have none, browsers always
+        if self.server.hosts and is_named and host not in self.server.hosts:
             allowed = f"without a key, a server for this machine is called {shown(LOCAL)}"
             hint = "start with --api-key, or let your proxy send one of these names"
             raise Refused(f"Host={shown(host)} is not allowed: {allowed}. {hint}")
@@ -149,10 +177,14 @@ class Server:
 
     async def answer(self, call: Request, body: Any, kind: type[Answers]) -> Response:
         begin = time.perf_counter()
-        self.check(body)
+        self.check_model(body.model)
+        body.request_id = body.request_id or call.headers.get(ID)
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
+        for request in requests:
+            request.client = self.client_of(call)
         answers = kind(body, requests, self.name, self.texts)
         is_streamed = body.stream
+        name = {ID: quote(str(answers.frame["id"]))}
         # FastAPI keeps both until the answer has ended, and they may be large
         (await call.json()).clear()
         vars(body).clear()
@@ -161,14 +193,14 @@ class Server:
         if is_streamed:
             events = answers.stream(deltas)
             await anext(events)  # an error before the first event has a status of its own
-            return EventStream(events, headers=HEADERS)
+            return EventStream(events, headers=HEADERS | name)
         outputs: list[Any] = [None] * len(requests)
         async with aclosing(deltas):
             async for i, delta in deltas:
-                outputs[i] = delta.output
+                outputs[i] = delta.output or outputs[i]
         # many log-probabilities would stop the event loop
         whole = await asyncio.to_thread(answers.whole, outputs)
-        return Response(whole, media_type="application/json")
+        return Response(whole, headers=name, media_type="application/json")
 
     async def told(self, body: Any, call: Request) -> dict:
         """The answer to a tokenize or detokenize call. Raises ValueError or Refused."""
@@ -180,34 +212,30 @@ class Server:
     async def prepared(self, function: Callable, body: Any, call: Request) -> Any:
         """Calls a function in the thread that tokenizes, when it is this client's turn: it may take
         longer than a stream can wait. Until it returns, the call counts as a waiting request."""
+        client = self.client_of(call)
         self.engine.check_open()
-        self.engine.check_room(1)
-        self.engine.num_preparing += 1
-        client = call.client.host if call.client else ""
-        if self.options.api_key:
-            client = call.headers["authorization"].partition(" ")[2]
+        self.engine.check_room(1, client)
+        self.engine.preparing[client] += 1
         try:
             async with self.turns.setdefault(client, asyncio.Lock()):
                 return await self.engine.loop.run_in_executor(self.tokenizing, function)
         except ValueError as error:
             raise in_words(error, body) from error
         finally:
-            self.engine.num_preparing -= 1
+            self.engine.preparing -= Counter([client])  # forgets those that have none
 
-    def check(self, body: Any) -> None:
-        self.check_model(body.model)
-        priority = getattr(body, "priority", 0)
-        if priority and not self.options.allow_priority:
-            problem = f"priority={shown(priority)} is not allowed"
-            raise Refused(f"{problem}: start with --allow-priority", "priority")
+    def client_of(self, call: Request) -> str:
+        """What stands for the client: its key, or else its address."""
+        if self.options.api_key:
+            return call.headers["authorization"].partition(" ")[2]
+        return call.client.host if call.client else ""
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, *self.options.served_model_name):
             raise Refused(f"the model {shown(name)} does not exist", "model", 404)
 
     async def check_body(self, call: Request) -> None:
-        """Called before FastAPI makes a body of the JSON. Raises Refused if it has more values than
-        the model can take."""
+        """Called before FastAPI makes a body. Raises Refused if the JSON has too many values."""
         with suppress(ValueError, RecursionError):  # no JSON: FastAPI says so
             body = await call.json()
             if isinstance(body, dict):
@@ -247,7 +275,6 @@ class Server:
             "created": self.started,
             "owned_by": "nanovllm",
             "root": self.name,
-            "parent": None,
             "max_model_len": self.engine.inputs.scheduler.max_model_len,
         }
 
@@ -260,8 +287,8 @@ class Server:
 
     async def show_metrics(self) -> Response:
         # without a replica that answers, none waits in an engine
-        stats = {"requests_waiting": 0} | await self.engine.stats()
-        stats["requests_waiting"] += self.engine.num_preparing
+        stats = {"outputs_waiting": 0} | await self.engine.stats()
+        stats["outputs_waiting"] += self.engine.preparing.total()
         return Response(self.metrics.text(stats), media_type="text/plain; version=0.0.4")
 
 

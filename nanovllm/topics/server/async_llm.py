@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,16 +25,19 @@ from nanovllm.topics.server.errors import Refused, Unavailable, failed
 logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
 MOST_OUTPUTS = 256  # of a call
+LONGEST_SILENCE = 5.0  # seconds of a stream: proxies end a connection that says nothing
 MOST_UNREAD = 2**13  # tokens of a call that its client has not read: about 20 MB
 
 
 @dataclass
 class Delta:
-    """What is new in one request: parts of its outputs, and at the end the whole output."""
+    """What is new in one request: parts of its outputs, and at the end the whole output. Without
+    both, the request is still there."""
 
     parts: list[CompletionOutput] = field(default_factory=list)
     output: RequestOutput | None = None
     times: list[float] = field(default_factory=list)  # of its steps, if it is not streamed
+    first_step: float = 0.0  # when it began, if there is an output
 
 
 News = list[tuple[Request, Delta | Refused]]
@@ -53,7 +57,8 @@ class Backend(ABC):
         self.loop = asyncio.get_running_loop()
         # requests that have not ended: the queue of their call, and which of its requests they are
         self.open: dict[Request, tuple[asyncio.Queue, int]] = {}
-        self.num_preparing = 0  # calls whose requests are not made yet
+        # calls whose requests are not made yet, by client
+        self.preparing: Counter[str] = Counter()
         self.end = ""  # why the engine no longer answers
         self.on_death: Callable[[], object] = lambda: None
 
@@ -85,9 +90,10 @@ class Backend(ABC):
         aborts the others. Without `is_streamed`, only the last Delta of each request comes. Raises
         Refused, also if a request fails."""
         self.check_open()
-        self.check_room(num_outputs(requests))
+        self.check_room(num_outputs(requests), requests[0].client)
         num_open = len(requests)
         news = self.opened(requests, is_streamed)
+        beating = asyncio.ensure_future(self.beat(news))
         try:
             while num_open:
                 i, delta = await news.get()
@@ -96,7 +102,14 @@ class Backend(ABC):
                 num_open -= delta.output is not None
                 yield i, delta
         finally:
+            beating.cancel()
             self.leave(requests)
+
+    async def beat(self, news: asyncio.Queue) -> None:
+        """Puts an empty Delta into the queue every few seconds."""
+        while True:
+            await asyncio.sleep(LONGEST_SILENCE)
+            news.put_nowait((0, Delta()))
 
     def opened(self, requests: list[Request], is_streamed: bool) -> asyncio.Queue:
         """Starts these requests and returns the queue for their Deltas."""
@@ -135,14 +148,17 @@ class Backend(ABC):
         if self.end:
             raise Unavailable(self.end)
 
-    def check_room(self, num_new: int) -> None:
+    def check_room(self, num_new: int, client: str) -> None:
         """Raises Refused if too many requests wait; each of `n` outputs counts. If none waits, a
-        call may have more."""
+        call may have more. A client of which none waits may add a call to a full queue, until
+        twice as many wait."""
         if num_new > MOST_OUTPUTS:
             allowed = f"at most {MOST_OUTPUTS} are allowed in one call"
             raise Refused(f"the call asks for {num_new:,} outputs, {allowed}", "n")
         num_waiting = self.num_waiting
-        if num_waiting and num_waiting + num_new > self.max_waiting:
+        has_some = any(request.is_new for request in self.open if request.client == client)
+        most = self.max_waiting * (1 if has_some or self.preparing[client] else 2)
+        if num_waiting and num_waiting + num_new > most:
             problem = f"{num_waiting} requests wait already, at most {self.max_waiting} may"
             raise Refused(problem, status=429)
 
@@ -162,6 +178,7 @@ class StreamReader(Reader):
         super().__init__(state)
         self.is_streamed = is_streamed
         self.times: list[float] = []
+        self.first_step = 0.0  # when it began
         self.ended: set[int] = set()  # outputs
 
 
@@ -182,7 +199,7 @@ class AsyncLLM(Backend):
     @property
     def num_waiting(self) -> int:
         num_running = num_outputs([*self.llm.scheduler.running])
-        return max(0, num_outputs(self.open) - num_running) + self.num_preparing
+        return max(0, num_outputs(self.open) - num_running) + self.preparing.total()
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         self.inbox.put(partial(self._add, request, is_streamed))
@@ -195,7 +212,11 @@ class AsyncLLM(Backend):
 
         def between_steps() -> dict[str, float]:
             with self.llm.turns.take():
-                return self.llm.stats()
+                requests = self.llm.requests.values()
+                num_running = sum(one.most_sequences for one in self.llm.scheduler.running)
+                num_waiting = sum(one.most_sequences for one in requests) - num_running
+                counts = {"outputs_running": num_running, "outputs_waiting": num_waiting}
+                return self.llm.stats() | counts
 
         return await asyncio.to_thread(between_steps)
 
@@ -255,6 +276,11 @@ class AsyncLLM(Backend):
 
     def _observe(self, schedule: Schedule, seconds: float) -> None:
         self.sampled = {seq.request for seq in schedule.sampled}
+        begin = time.perf_counter() - seconds
+        for seq, _, _ in schedule.items:
+            reader = self.live.get(seq.request)
+            if reader is not None:
+                reader.first_step = reader.first_step or begin
 
     def _step(self) -> None:
         try:
@@ -303,6 +329,7 @@ class AsyncLLM(Backend):
         if output.finished:
             delta.output = output
             delta.times = [] if reader.is_streamed else reader.times
+            delta.first_step = reader.first_step
         return delta
 
     def _tell(self, function: Callable[..., Any], *args: Any) -> None:

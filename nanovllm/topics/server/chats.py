@@ -38,8 +38,7 @@ class Message(Open):
     tool_calls: list[dict] | None = None
 
     def for_template(self) -> dict:
-        """The message in the form that chat templates expect: no empty fields, and arguments of
-        calls as objects. Raises Refused."""
+        """The message for a template: no empty fields, arguments as objects. Raises Refused."""
         fields = {name: value for name, value in self if value is not None}
         if self.role == "developer":  # templates leave out messages of a role that they do not know
             fields["role"] = "system"
@@ -104,7 +103,6 @@ class ChatFields(Strict):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
-    enable_thinking: bool | None = None  # short for the template's
     reasoning_effort: Effort | None = None
 
     def chat(self, messages: list[Message]) -> dict:
@@ -118,8 +116,6 @@ class ChatFields(Strict):
             names["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             names["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            names["enable_thinking"] = self.enable_thinking
         return {
             "messages": [message.for_template() for message in messages],
             "add_generation_prompt": self.add_generation_prompt,
@@ -166,7 +162,7 @@ class ChatBody(ChatFields, Body):
                 both = f"{self.field_of_form} and structured_outputs ask for two forms: give one"
                 raise Refused(both, "structured_outputs")
         params = self.params(inputs.default_params, **more)
-        yield inputs.request(prompt, params, self.priority)
+        yield inputs.request(prompt, params)
 
     @property
     def field_of_form(self) -> str:
@@ -233,23 +229,21 @@ class ChatCompletions(Answers):
         (request,) = requests
         n = request.params.n
         most_calls = None if body.parallel_tool_calls else 1
+        before = (request.prompt or "").rstrip()[-len(THINK) :]
+        if body.continue_final_message:
+            before = str(body.messages[-1].content)
+        grammar = request.rules and request.rules.grammar
+        if grammar and grammar.end_of_think is None:
+            before = ""  # the form starts at once: there is no reasoning
+        self.no_content = "" if not body.forces_calls else None
         if body.forces_calls:
             choice = body.tool_choice
             name = choice.function.name if isinstance(choice, CallNamed) else None
-            self.parsers: list[Any] = [ForcedCalls(name) for _ in range(n)]
+            self.parsers: list[Any] = [ForcedCalls(name, before) for _ in range(n)]
         else:
             has_tools = bool(body.tools) and body.tool_choice != "none"
-            has_form = request.params.structured_outputs is not None  # it leaves no reasoning
-            before = (request.prompt or "").rstrip()[-len(THINK) :]
-            if body.continue_final_message:
-                before = str(body.messages[-1].content)
-            if has_form:
-                before = ""
             self.parsers = [Parser(before, has_tools, most_calls) for _ in range(n)]
         self.has_reasoning = body.include_reasoning
-
-    def end(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return {**super().end(outputs), "prompt_logprobs": self.prompt_logprobs(outputs[0])}
 
     def reason(self, one: CompletionOutput) -> str | None:
         if one.finish_reason == "stop" and self.parsers[one.index].num_calls:
@@ -264,7 +258,7 @@ class ChatCompletions(Answers):
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
         parts = self.parts(one)
-        message: dict[str, Any] = {"content": parts.content}
+        message: dict[str, Any] = {"content": parts.content or self.no_content}
         if parts.reasoning and self.has_reasoning:
             message["reasoning"] = parts.reasoning
             message["reasoning_content"] = parts.reasoning  # its older name: some clients know it

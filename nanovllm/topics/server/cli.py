@@ -12,13 +12,14 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
-from nanovllm.options import Options, shown
+from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.topics.first_light import command as first_light
 from nanovllm.topics.lab import serving
@@ -30,8 +31,7 @@ SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError that says what is wrong. For an unknown option, it names the most similar
-    one."""
+    """Raises a ValueError that says what is wrong, and names the most similar option."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
@@ -59,14 +59,12 @@ def new_parser() -> Parser:
     serve.add_argument("--host", default=local, help=f"default: {local}; 0.0.0.0: any machine")
     serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
     show = "for the page: a small cache, unless other options are given, and 10 steps a second"
+    serve.add_argument("--config", help="a JSON file with options; those of the command line win")
     serve.add_argument("--show", action="store_true", help=show)
     add_options(serve, ServerOptions)
     add_options(serve, ReplicaOptions)
 
-    chat = commands.add_parser("chat", help="talk to a model, or to a server")
-    chat.add_argument("--url", help="of a server, for example http://localhost:8000")
-    chat.add_argument("--api-key", help="that of the server (default: NANOVLLM_API_KEY)")
-
+    chat = commands.add_parser("chat", help="talk to a model")
     complete = commands.add_parser("complete", help="continue a text")
     complete.add_argument("text", help="- reads it from standard input")
 
@@ -89,15 +87,11 @@ def add_options(parser: Parser, kind: type[Options]) -> None:
     """Adds one option for each field. A field without its option keeps its default."""
     group = parser.add_argument_group(kind.__name__)
     meanings = meanings_of(kind)
-    # a list would take the MODEL behind it; the text of `complete` is always given
-    is_single = "text" not in [one.dest for one in parser._actions]
     for field in fields(kind):  # type: ignore[arg-type]
         option = "--" + field.name.replace("_", "-")
         if field.name not in NOT_AN_OPTION and option not in parser._option_string_actions:
             text = help_of(field, meanings[field.name])
             form = how_to_read(field.type)
-            if is_single and form.pop("nargs", None):
-                form["action"] = "append"
             group.add_argument(*SHORT.get(option, []), option, help=text, **form)
 
 
@@ -129,8 +123,8 @@ def how_to_read(kind: Any) -> dict[str, Any]:
     lists = [
         one for one in (kind, *get_args(kind)) if get_origin(one) in (list, Sequence, Collection)
     ]
-    if lists:
-        return {"nargs": "+", "action": "extend", "type": get_args(lists[0])[0]}
+    if lists:  # one value each time: several would take the MODEL behind them
+        return {"action": "append", "type": get_args(lists[0])[0]}
     kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
     return {"type": {type: imported, dict: json.loads}.get(kinds[0], kinds[0])}
 
@@ -143,19 +137,27 @@ def imported(name: str) -> type:
         raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
 
 
+def with_file(words: Sequence[str], name: str) -> list[str]:
+    """The options of a JSON file, and then those of the command line."""
+    try:
+        options = json.loads(Path(name).read_text(encoding="utf-8"))
+        return [words[0], *words_of(options), *words[1:]]
+    except (ValueError, AttributeError) as error:
+        allowed = "it must be a file with a JSON object: a value for each option"
+        raise refusal("config", name, allowed) from error
+
+
 def words_of(options: dict[str, Any]) -> list[str]:
     """The options by their names on the command line."""
     words: list[str] = []
     for name, value in options.items():
         option = "--" + str(name).replace("_", "-")
-        text = json.dumps(value) if isinstance(value, dict) else str(value)
-        switch = {"true": option, "false": "--no" + option[1:]}.get(text.lower())
-        if switch:
-            words.append(switch)
+        if isinstance(value, bool):
+            words.append(option if value else "--no" + option[1:])
         elif isinstance(value, list):
             words += [f"{option}={one}" for one in value]
         elif value is not None:
-            words.append(f"{option}={text}")
+            words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
 
 
@@ -166,6 +168,8 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.stdin = io.StringIO()
     try:
         args = new_parser().parse_args(words)
+        if getattr(args, "config", None):
+            args = new_parser().parse_args(with_file(words or sys.argv[1:], args.config))
         if args.command in APART:
             return APART[args.command].run(args)
         from nanovllm.topics.server import commands  # torch takes seconds: not for --help

@@ -32,10 +32,6 @@ class CompletionBody(Body):
         if not 0 < len(prompt) <= MOST_PROMPTS:
             allowed = f"a call must have 1 to {MOST_PROMPTS}"
             raise Refused(f"prompt has {len(prompt):,} prompts: {allowed}", "prompt")
-        for i, one in enumerate(prompt):
-            if type(one) is not type(prompt[0]):
-                problem = f"prompt[{i}] is not a {type(prompt[0]).__name__}, as the first one"
-                raise Refused(problem, "prompt")
         return prompt
 
     def requests(self, inputs: Inputs) -> Iterator[Request]:
@@ -43,7 +39,7 @@ class CompletionBody(Body):
         if self.echo and self.logprobs is not None and self.stream:
             raise Refused("echo with logprobs cannot be streamed", "echo")
         more: dict[str, Any] = {"logprobs": self.logprobs}
-        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+        if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = self.logprobs
         # 16 is OpenAI's default; with echo, 0 asks for the prompt only
         more["max_tokens"] = 16 if self.max_tokens is None else self.max_tokens
@@ -53,7 +49,7 @@ class CompletionBody(Body):
         for prompt in self.prompts():
             if isinstance(prompt, str) and not self.add_special_tokens:
                 prompt = inputs.tokens(prompt, add_special_tokens=False)
-            yield inputs.request(prompt, params, self.priority)
+            yield inputs.request(prompt, params)
 
 
 class Completions(Answers):
@@ -63,7 +59,6 @@ class Completions(Answers):
     def __init__(self, body: CompletionBody, requests: list[Request], *args):
         super().__init__(body, requests, *args)
         self.is_echo = body.echo
-        self.has_prompt_logprobs = body.prompt_logprobs is not None
         self.is_prompt_only = body.echo and body.max_tokens == 0
         self.num_chars: dict[tuple[int, int], int] = {}  # streamed, by request and output
 
@@ -91,10 +86,7 @@ class Completions(Answers):
         logprobs = None
         if one.logprobs is not None:
             logprobs = self.logprobs((i, one.index), token_ids, rows)
-        content: dict[str, Any] = {"text": text, "logprobs": logprobs}
-        if self.has_prompt_logprobs and whole is not None:
-            content["prompt_logprobs"] = self.prompt_logprobs(whole)
-        return content
+        return {"text": text, "logprobs": logprobs}
 
     def logprobs(self, key: tuple[int, int], token_ids: list[int], rows: Rows) -> dict:
         texts = self.texts

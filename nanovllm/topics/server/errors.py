@@ -21,7 +21,6 @@ TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
-MOST_NAMED = 3  # unknown fields
 # by which pydantic names parts of a union
 KINDS = ("str", "int", "bool", "dict", "CallNamed", "FlatTool")
 
@@ -46,8 +45,7 @@ class Unavailable(Refused):
 
 
 def in_words(error: ValueError, body: BaseModel) -> Refused:
-    """The answer to a request that the engine refuses. The engine's error messages start with the
-    name of the field."""
+    """The answer to a request that the engine refuses: the message begins with a field's name."""
     message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
     form = "structured_outputs.json"
     message = message.replace(form, getattr(body, "field_of_form", form))
@@ -91,15 +89,8 @@ def first_problem(error: RequestValidationError | ValidationError) -> Refused:
         elif part.isidentifier() and part not in KINDS:
             place += f".{part[:100]}"
     if problem["type"] == "extra_forbidden":
-        kind = field.removeprefix("guided_")
-        is_form = field != kind and kind in structured.KINDS
-        hint = f'give structured_outputs={{"{kind}": ...}}' if is_form else "leave it out"
-        if len(unknown) > 1:
-            place = ", ".join([place, *(name[:100] for name in unknown[1:MOST_NAMED])])
-            if len(unknown) > MOST_NAMED:
-                place += f" and {len(unknown) - MOST_NAMED:,} more fields"
-            return Refused(f"{place} are not supported: leave them out", field)
-        return Refused(f"{place} is not supported: {hint}", field)
+        more = f" ({len(unknown) - 1:,} more fields are not, either)" if len(unknown) > 1 else ""
+        return Refused(f"{place} is not supported: leave it out{more}", field)
     value = problem["input"]
     if isinstance(value, int | float | str):
         place += f"={shown(value)} is not allowed"

@@ -1,24 +1,38 @@
 """Metrics: what Prometheus reads, with vLLM's names and our prefix."""
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from itertools import pairwise
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from nanovllm.processing.outputs import CompletionOutput
 from nanovllm.sequence import Request
 from nanovllm.topics.server.async_llm import Delta
 from nanovllm.topics.server.errors import Refused
 
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 40)
+TOKENS = [digit * 10**i for i in range(6) for digit in (1, 2, 5)]
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+Times = list[float]  # of an output's tokens
 
 GAUGES = {
     "kv_cache_usage_perc": ("kv_blocks_share", "Used KV blocks, 1 is all."),
-    "num_requests_running": ("requests_running", "Requests in the batch."),
-    "num_requests_waiting": ("requests_waiting", "Those that wait for it, or are tokenized now."),
+    "num_requests_running": ("outputs_running", "Outputs in the batch: each of n counts."),
+    "num_requests_waiting": ("outputs_waiting", "Those that wait; a call in the tokenizer is one."),
+}
+HISTOGRAMS = {  # of each output, a request for vLLM
+    "time_to_first_token_seconds": (SHORT, "From the call's arrival to the first token."),
+    "inter_token_latency_seconds": (SHORT, "Between two tokens."),
+    "e2e_request_latency_seconds": (LONG, "From the call's arrival to the last token."),
+    "request_queue_time_seconds": (LONG, "From the call's arrival to the first step."),
+    "request_prefill_time_seconds": (LONG, "From the first step to the first token."),
+    "request_decode_time_seconds": (LONG, "From the first token to the last one."),
+    "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
+    "request_generation_tokens": (TOKENS, "Tokens of the output."),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were admitted."),
@@ -30,8 +44,6 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Accepted draft tokens."),
 }
-
-
 OF_A_PLACE = "accepted_draft_tokens_"  # and 1 for the first draft token
 
 
@@ -41,8 +53,7 @@ def is_counter(key: str) -> bool:
 
 
 class Metrics:
-    """The metrics of one server. When Prometheus asks, the engine's counters are read from
-    `stats`."""
+    """The metrics of one server. The engine's counters are read when Prometheus asks."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name
@@ -55,21 +66,15 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.first_token = self.histogram(
-            "time_to_first_token_seconds", SHORT, "From a request's arrival to its first token."
-        )
-        self.between_tokens = self.histogram(
-            "inter_token_latency_seconds", SHORT, "Between two tokens of an output."
-        )
-        self.whole = self.histogram(
-            "e2e_request_latency_seconds", LONG, "From a request's arrival to its last token."
-        )
+        options: Any = {"labelnames": ["model_name"], "registry": self.registry}
+        self.histograms = {
+            name: Histogram(f"nanovllm:{name}", text, buckets=buckets, **options).labels(model_name)
+            for name, (buckets, text) in HISTOGRAMS.items()
+        }
 
-    def histogram(self, name: str, buckets: tuple[float, ...], text: str) -> Histogram:
-        family = Histogram(
-            f"nanovllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
-        )
-        return family.labels(self.model_name)
+    def observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self.histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
@@ -91,17 +96,22 @@ class Metrics:
     async def watched(
         self, deltas: AsyncGenerator, requests: list[Request], begin: float
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the same Deltas and records their times, counted from `begin`, when the HTTP
-        request arrived."""
+        """Yields the same Deltas and records their times since `begin`, the call's arrival."""
         unfinished = dict(enumerate(requests))
-        last: dict[tuple, float] = {}
+        times: defaultdict[tuple, Times] = defaultdict(list)
         reason = "abort"
         try:
             async with aclosing(deltas):
                 async for i, delta in deltas:
-                    self.see(i, delta, begin, last)
+                    now = time.perf_counter()
+                    for part in delta.parts:
+                        self.see(times[i, part.index], begin, now)
                     if delta.output is not None:
                         del unfinished[i]
+                        for one in delta.output.outputs:
+                            for then in delta.times[: len(one.token_ids)]:  # of a stream: none
+                                self.see(times[i, one.index], begin, then)
+                            self.ended(times[i, one.index] or [now], begin, delta, one)
                     yield i, delta
         except Refused:
             reason = "error"
@@ -110,25 +120,23 @@ class Metrics:
             for request in unfinished.values():
                 self.count(reason, request.params.n)
 
-    def see(self, i: int, delta: Delta, begin: float, last: dict[tuple, float]) -> None:
-        """Records the times of a Delta. `last` has the time of the last token of each request and
-        output."""
-        now = time.perf_counter()
-        for part in delta.parts:
-            key = (i, part.index)
-            if key in last:
-                self.between_tokens.observe(now - last[key])
-            else:
-                self.first_token.observe(now - begin)
-            last[key] = now
-        if delta.output is None:
-            return
-        self.whole.observe(now - begin)
-        for one in delta.output.outputs:
-            self.count(one.finish_reason)
-            # empty if its parts were counted
-            times = delta.times[: len(one.token_ids)]
-            if times:
-                self.first_token.observe(times[0] - begin)
-            for before, after in pairwise(times):
-                self.between_tokens.observe(after - before)
+    def see(self, times: Times, begin: float, now: float) -> None:
+        """Records a token."""
+        if times:
+            self.observe(inter_token_latency_seconds=now - times[-1])
+        else:
+            self.observe(time_to_first_token_seconds=now - begin)
+        times.append(now)
+
+    def ended(self, times: Times, begin: float, delta: Delta, one: CompletionOutput) -> None:
+        """Records an output that has ended."""
+        assert delta.output is not None
+        self.count(one.finish_reason)
+        self.observe(
+            e2e_request_latency_seconds=times[-1] - begin,
+            request_queue_time_seconds=delta.first_step - begin,
+            request_prefill_time_seconds=times[0] - delta.first_step,
+            request_decode_time_seconds=times[-1] - times[0],
+            request_prompt_tokens=len(delta.output.prompt_token_ids),
+            request_generation_tokens=len(one.token_ids),
+        )

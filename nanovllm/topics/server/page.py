@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from nanovllm.topics.server.answers import HEADERS, EventStream
-from nanovllm.topics.server.async_llm import AsyncLLM
+from nanovllm.topics.server.async_llm import LONGEST_SILENCE, AsyncLLM
 from nanovllm.topics.server.errors import Refused
 from nanovllm.topics.server.live import LiveView
 
@@ -29,8 +29,7 @@ MOST_FRAMES = 50  # that wait for a slow reader; then it is sent away
 
 
 class Live:
-    """Sends the frames of the engine's thread to all browsers that watch. Without one, no frames
-    are made."""
+    """Sends the engine's frames to all browsers that watch. Without one, none are made."""
 
     def __init__(self, engine: AsyncLLM):
         self.engine = engine
@@ -65,7 +64,14 @@ class Live:
         self.engine.inbox.put(self.view.start)
         try:
             yield ""
-            while (frame := await reader.get()) is not None:
+            while True:
+                try:
+                    frame = await asyncio.wait_for(reader.get(), LONGEST_SILENCE)
+                except asyncio.TimeoutError:
+                    yield ": the server lives\n\n"
+                    continue
+                if frame is None:
+                    return
                 yield f"data: {frame}\n\n"
         finally:
             self.readers.discard(reader)

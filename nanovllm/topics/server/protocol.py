@@ -11,14 +11,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from nanovllm.options import shown
 from nanovllm.processing.inputs import Inputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.topics.server.errors import Refused
 
 MOST_CHOICES = 16  # `n`
 MOST_IDS = 1024  # of tokens that stop, or have a bias
-LARGEST_SCHEMA = 2**16  # characters of JSON
 BYTES_OF_A_VALUE = 32  # in a body as long as is allowed, without token ids
 DEEPEST = 128  # values within values
 encode_strictly = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -27,6 +25,7 @@ SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logpro
 # values of fields that we do not have which ask for what is done anyway
 HARMLESS: dict[str, tuple] = {
     "audio": (),
+    "best_of": (1,),
     "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -34,6 +33,8 @@ HARMLESS: dict[str, tuple] = {
     "functions": ([],),
     "include_obfuscation": (False,),
     "length_penalty": (1,),
+    "priority": (0,),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -41,9 +42,10 @@ HARMLESS: dict[str, tuple] = {
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
 }
+# fields that change nothing
+IGNORED = "prompt_cache_key prompt_cache_retention safety_identifier service_tier store".split()
 
-IGNORED = {"prompt_cache_key", "safety_identifier", "service_tier", "store"}  # they change nothing
-
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a name of a JSON object
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
 Word = Annotated[str, Field(max_length=256)]  # each is looked for after each token
 
@@ -51,32 +53,36 @@ Word = Annotated[str, Field(max_length=256)]  # each is looked for after each to
 def check_values(body: dict, most: int) -> None:
     """Raises Refused if the fields of a body have more than `most` JSON values, or if the values
     are too deep, or if an answer could not repeat them."""
-    problem = problem_of(body, most)
-    if not problem:
-        return
-    items = [*body.items()]
-    while len(items) > 1:
-        half = items[: len(items) // 2]
-        items = half if problem_of(dict(half), most) else items[len(half) :]
-    field = ascii(items[0][0])[1:-1][:100]
-    raise Refused(f"{field} {problem}", field or None)
-
-
-def problem_of(body: dict, most: int) -> str:
-    level = [*body.values()]
     num_values = 0
-    for _ in range(DEEPEST):
-        level = [*chain.from_iterable(map(parts_of, level))]
-        num_values += len(level)
-        if num_values > most:
-            return f"has {num_values:,} JSON values or more, at most {most:,} are allowed"
-    if level:
-        return f"has values within values, more than {DEEPEST} deep"
+    for name, value in body.items():
+        depth = 0
+        level = [value]
+        while level:
+            level = [*chain.from_iterable(map(parts_of, level))]
+            depth += 1
+            num_values += len(level)
+            if num_values > most:
+                allowed = f"at most {most:,} are allowed"
+                raise wrong(name, f"has {num_values:,} JSON values or more, {allowed}")
+            if depth > DEEPEST:
+                raise wrong(name, f"has values within values, more than {DEEPEST} deep")
+    if can_be_sent(body):
+        return
+    name = next(name for name in body if not can_be_sent({name: body[name]}))
+    raise wrong(name, "has NaN, Infinity or half of a surrogate pair: JSON has none of them")
+
+
+def wrong(name: str, problem: str) -> Refused:
+    field = ascii(name)[1:-1][:100]
+    return Refused(f"{field} {problem}", field or None)
+
+
+def can_be_sent(body: dict) -> bool:
     try:
         encode_strictly(body).encode()
     except ValueError:
-        return "has NaN, Infinity or half of a surrogate pair: JSON has none of them"
-    return ""
+        return False
+    return True
 
 
 def parts_of(value: Any) -> Iterable:
@@ -118,13 +124,13 @@ class CallBody(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict | None = None
+    request_id: Word | None = None
 
 
 class Body(CallBody):
     """The fields that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -132,7 +138,7 @@ class Body(CallBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_IDS)] | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MOST_IDS)] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
@@ -141,11 +147,7 @@ class Body(CallBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     seed: int | None = None
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    request_id: Word | None = None
     cache_salt: Word | None = None
-    return_token_ids: bool = False
     structured_outputs: dict | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[Word], Field(max_length=64)] | None = None
@@ -155,22 +157,12 @@ class Body(CallBody):
         """The model's default parameters with those of the body. Raises ValueError or Refused."""
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is allowed with stream=true only", "stream_options")
-        if self.best_of not in (None, 1) and self.best_of != self.n:
-            raise Refused("best_of must be n: n is the number of outputs", "best_of")
-        if self.stream and self.prompt_logprobs is not None:
-            raise Refused("prompt_logprobs cannot be streamed", "prompt_logprobs")
         given = {name: value for name, value in self if name in SAME and value is not None}
+        if self.seed == -1:  # for vLLM: none
+            del given["seed"]
         if self.logit_bias:
-            wrong = [key for key in self.logit_bias if not (key.isascii() and key.isdigit())]
-            if wrong:
-                problem = f"logit_bias has the keys {shown(wrong)}: they must be token ids"
-                raise Refused(problem, "logit_bias")
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         wanted = {**vars(defaults), **given, **more}
-        size = len(json.dumps(wanted["structured_outputs"], default=str))
-        if size > LARGEST_SCHEMA:
-            asked = f"structured_outputs has {size:,} characters of JSON"
-            raise Refused(f"{asked}, at most {LARGEST_SCHEMA:,} are allowed", "structured_outputs")
         return SamplingParams(**wanted)
 
 

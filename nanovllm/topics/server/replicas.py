@@ -1,7 +1,6 @@
-"""Replicas: several engines behind one server, as deployments of Ray Serve. `Ingress` has the
-routes of `app.py` and no model. `Engine` has a model and no routes. A request goes from the ingress
-to an engine, and its Deltas come back as a stream. A Router chooses the replica. The server limits
-how many requests wait in all replicas together; a replica takes every request that it gets."""
+"""Replicas: several engines behind one server, as deployments of Ray Serve. A request goes from the
+server to an Engine, and its Deltas come back as a stream. A Router chooses the replica. The server
+limits how many requests wait in all replicas together; a replica takes each one that it gets."""
 
 import asyncio
 import logging
@@ -14,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI
-from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -91,8 +89,7 @@ class Engine:
 
 
 class Replicas(Backend):
-    """The engines, `num_replicas` or more, as a Backend. Each request has a task that reads its
-    stream."""
+    """The engines as a Backend. Each request has a task that reads its stream."""
 
     def __init__(
         self, engines: DeploymentHandle, inputs: Inputs, num_replicas: int, max_waiting: int
@@ -106,9 +103,8 @@ class Replicas(Backend):
 
     @property
     def num_waiting(self) -> int:
-        """The number of waiting requests. A replica does not say which of its requests run, so the
-        places in all running batches are subtracted."""
-        return max(0, num_outputs(self.open) + self.num_preparing - self.most_running)
+        """The requests beyond the places in all batches: no replica says which of them run."""
+        return max(0, num_outputs(self.open) + self.preparing.total() - self.most_running)
 
     def _start(self, request: Request, is_streamed: bool) -> None:
         # in our context, Ray would take all requests of a call for the same one
@@ -159,8 +155,7 @@ class Replicas(Backend):
             self._deliver([(request, failed(error))])
 
     async def _is_served(self, request: Request, is_streamed: bool) -> bool:
-        """Whether a replica has answered the request. If no part of the answer has come, the server
-        may try another replica."""
+        """Whether a replica has answered. If no part has come, another one may be tried."""
         has_begun = False
         sizes = (self.manager.block_size, len(self.manager.blocks))
         work = Work(request, is_streamed, *sizes)
@@ -190,17 +185,6 @@ def new_ingress(engines: DeploymentHandle, num_replicas: int, options: ServerOpt
         return Replicas(engines.options(stream=True), inputs, num_replicas, options.max_waiting)
 
     return app_of(Server(new_engine, options))
-
-
-@serve.ingress()
-class Ingress:
-    """The server, as a deployment."""
-
-    def __init__(self, engines: DeploymentHandle, num_replicas: int, options: ServerOptions):
-        self.settings = (engines, num_replicas, options)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return new_ingress(*self.settings)
 
 
 class RayRouter(RequestRouter):

@@ -17,7 +17,14 @@ from nanovllm.topics.server.errors import Refused, first_problem
 from nanovllm.topics.server.parsing import Parts
 from nanovllm.topics.server.protocol import CallBody, Strict
 
-ALIKE = {"model", "temperature", "top_p", "parallel_tool_calls", "stream"}  # fields, in a chat
+ALIKE = {
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "request_id",
+}  # fields, in a chat
 TEXTS = ("input_text", "output_text", "text")  # the kinds of parts of a message
 
 
@@ -111,8 +118,7 @@ def deeper(flat: FlatTool) -> dict:
 
 
 def message_of(item: dict, place: str) -> dict[str, Any]:
-    """The message for an item of the input; an empty one if chat templates have no use for the
-    item. Raises Refused."""
+    """The message for an item; empty if templates have no use for it. Raises Refused."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return {}  # of an earlier answer: templates leave it out
@@ -258,7 +264,7 @@ class Responses(chats.ChatCompletions):
     def response(self, status: str, **more: Any) -> dict:
         params = self.requests[0].params
         return {
-            "id": self.id,
+            "id": self.frame["id"],
             "object": self.kind,
             "created_at": self.frame["created"],
             "model": self.frame["model"],

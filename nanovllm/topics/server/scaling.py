@@ -3,7 +3,6 @@
 import os
 import re
 from math import ceil
-from typing import Any
 
 # three times as many tokens per second of small models as with Ray's own choices
 RAY_SETTINGS = {
@@ -32,20 +31,11 @@ NAME = "nanovllm"  # of the application
 
 
 def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> Application:
-    """The replicas, for a cluster that is already running. Raises ValueError if the cluster has no
-    room."""
+    """The replicas, for a running cluster. Raises ValueError if the cluster has no room."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(machine.get("GPU") for machine in machines)
     needed = options.resources(config, has_gpus)
     check_room(machines, needed, options.replicas)
-    scaling: dict[str, Any] = {"num_replicas": options.replicas}
-    if options.max_replicas is not None:
-        limits = {
-            "min_replicas": options.replicas,
-            "max_replicas": options.max_replicas,
-            "target_ongoing_requests": options.target_requests,
-        }
-        scaling = {"autoscaling_config": limits}
     router = options.router_cls
     deployment = serve.deployment(
         Engine,
@@ -59,7 +49,7 @@ def engines(config: Config, server: ServerOptions, options: ReplicaOptions) -> A
         health_check_period_s=1,
         max_constructor_retry_count=2,
         graceful_shutdown_timeout_s=server.shutdown_timeout,
-        **scaling,
+        num_replicas=options.replicas,
     )
     return deployment.bind(vars(config))
 
@@ -83,8 +73,7 @@ def run(
     """Starts Ray here, or connects to the cluster at RAY_ADDRESS, and serves until a signal comes.
     This process is the server: no proxy is needed, and the server ends as with one engine."""
     sock = bind(host, port)
-    most = options.max_replicas or options.replicas
-    start_ray(most * options.resources(config, has_gpus=False)["CPU"])
+    start_ray(options.replicas * options.resources(config, has_gpus=False)["CPU"])
     try:
         application = engines(config, server, options)
         serve.start(proxy_location="Disabled")

@@ -5,30 +5,54 @@ import logging
 import socket
 import sys
 import time
+from copy import deepcopy
 from math import ceil
 from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.options import refusal
+from nanovllm.topics.server.answers import encode
 from nanovllm.topics.server.app import LOCAL
+from nanovllm.topics.server.errors import Refused, content_of
 
 logger = logging.getLogger("uvicorn.error")
 LONGEST_IDLE = 60.0  # seconds without a whole request, or without reading the answer
 LONGEST_HEAD = 2**14  # bytes of headers or trailers
+NO_HTTP = f"no valid HTTP/1.1, a head of more than {LONGEST_HEAD:,} bytes, or a body of tiny chunks"
 SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
+
+
+class Connection(h11.Connection):
+    """Counts the chunks of a body: each costs microseconds, whatever its size."""
+
+    num_chunks = 0
+    num_bytes = 0
+
+    def next_event(self) -> Any:
+        event: Any = super().next_event()
+        if isinstance(event, h11.Request):
+            self.num_chunks = self.num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self.num_chunks += event.chunk_end
+            self.num_bytes += len(event.data)
+            if self.num_chunks > 256 + self.num_bytes // 16:
+                raise h11.RemoteProtocolError("the chunks are too small")
+        return event
 
 
 class Protocol(H11Protocol):
     """uvicorn's protocol. What comes before the API key is checked takes little memory and time."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.conn = Connection(h11.SERVER, LONGEST_HEAD)
+
     def data_received(self, data: bytes) -> None:
-        is_chunked = (b"transfer-encoding", b"chunked") in (self.headers or [])
-        if is_chunked and data.count(b"\r\n") > 256 + len(data) // 16:  # each costs microseconds
-            self.send_400_response("The chunks are too small.")
         # h11 has a limit for heads that are not complete, whatever their end brings
         for begin in range(0, len(data), LONGEST_HEAD):
             if not self.transport.is_closing():
@@ -36,8 +60,18 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            headers = {"content-type": "application/json", "connection": "close"}
+            answer = h11.Response(status_code=400, headers=[*headers.items()])
+            content = h11.Data(data=encode(content_of(Refused(NO_HTTP))).encode())
+            for event in (answer, content, h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
         self.transport.close()  # perhaps in the middle of an answer
+
+    @property
+    def lacks_body(self) -> bool:
+        """Whether the client has not sent all of its request's body."""
+        cycle = self.cycle
+        return cycle is not None and cycle.more_body and not cycle.response_complete
 
 
 class Server(uvicorn.Server):
@@ -74,8 +108,8 @@ class Server(uvicorn.Server):
         connections: Any = self.server_state.connections
         for connection in connections:
             cycle = connection.cycle
-            is_unread = connection.flow.write_paused
-            if cycle is None or cycle.response_complete or cycle.more_body or is_unread:
+            is_idle = cycle is None or cycle.response_complete
+            if is_idle or connection.lacks_body or connection.flow.write_paused:
                 idle[connection, cycle] = self.idle.get((connection, cycle), now)
                 if now - idle[connection, cycle] > LONGEST_IDLE:
                     connection.transport.abort()
@@ -83,8 +117,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Handles a signal. uvicorn's own method would raise the signal again before the engine is
-        closed."""
+        """Handles a signal. uvicorn would raise it again before the engine is closed."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -96,6 +129,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.routes.live is not None:
             self.routes.live.close()  # watchers would stay forever
+        connections: Any = self.server_state.connections
+        for connection in connections:
+            if connection.lacks_body:  # it may never come
+                connection.transport.close()
+        # what is cut gets an error that says so
+        timeout = self.routes.options.shutdown_timeout
+        self.routes.engine.loop.call_later(timeout, self.routes.engine.close)
         await super().shutdown(sockets)
 
 
@@ -117,17 +157,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 def new_server(app: FastAPI) -> Server:
     options = app.state.server.options
+    log = deepcopy(LOGGING_CONFIG)
+    log["formatters"]["default"]["fmt"] = "%(asctime)s %(levelprefix)s %(message)s"
     config = uvicorn.Config(
         app,
-        access_log=options.log_requests,
+        log_config=log,
+        access_log=False,  # app.py writes one
         use_colors=None if sys.stdout else False,  # it asks the terminal, if there is one
         loop="asyncio",  # uvloop does not log that there is no file left for a connection
         backlog=1,  # asyncio logs it for so many connections at once
         ws="none",
         http=Protocol,
-        h11_max_incomplete_event_size=LONGEST_HEAD,
         log_level="info",
-        timeout_graceful_shutdown=ceil(options.shutdown_timeout),
+        timeout_graceful_shutdown=ceil(options.shutdown_timeout) + 1,
     )
     return Server(config)
 

@@ -5,7 +5,7 @@ from math import inf
 from typing import ClassVar
 
 from nanovllm.config import Config
-from nanovllm.options import ABOVE_0, Options, Rule, integer, is_text, listed, number
+from nanovllm.options import Options, Rule, integer, is_text, listed, number
 from nanovllm.topics.routing.router import MOST_REPLICAS, PrefixAffinity, Router
 
 TEXTS = listed(is_text, "a list of texts, none of them empty")
@@ -14,7 +14,7 @@ SECRET = Rule(lambda value: True, "")  # its message would show it
 LARGE = integer(1, inf, "an integer from 1 on")
 COUNT = integer(0, inf, "an integer from 0 on")
 TIME = number(0, inf, "a number from 0 on")
-SHARE = number(ABOVE_0, inf, "a positive number")
+CPUS_PER_RANK = 0.5  # that Ray reserves
 ROUTER = Rule(
     lambda value: isinstance(value, type) and issubclass(value, Router),
     "a subclass of nanovllm.topics.routing.Router",
@@ -40,9 +40,6 @@ class ServerOptions(Options):
 
     shutdown_timeout: float = 30.0
     """Seconds that running requests have to end after a signal."""
-
-    allow_priority: bool = False
-    """Let clients set `priority`."""
 
     chat_template: str | None = None
     """A Jinja file that replaces the model's chat template."""
@@ -71,35 +68,16 @@ class ReplicaOptions(Options):
     replicas: int = 1
     """Number of engines, with Ray Serve. Without this option: one engine, without Ray."""
 
-    max_replicas: int | None = None
-    """Maximum number of engines under load."""
-
-    target_requests: float = 32.0
-    """Open requests per replica at which Ray adds another replica."""
-
     router_cls: type = PrefixAffinity
     """The class that chooses a replica for each request."""
 
-    cpus_per_rank: float = 0.5
-    """Cores that Ray reserves for each rank."""
-
     RULES: ClassVar[dict[str, Rule]] = {
         "replicas": integer(1, MOST_REPLICAS),
-        "max_replicas": LARGE,
-        "target_requests": SHARE,
         "router_cls": ROUTER,
-        "cpus_per_rank": SHARE,
     }
-
-    def __post_init__(self):
-        super().__post_init__()
-        most = self.max_replicas
-        is_most = most is None or self.replicas <= most <= MOST_REPLICAS
-        allowed = f"None or an integer from replicas={self.replicas} to {MOST_REPLICAS}"
-        self.require("max_replicas", is_most, allowed)
 
     def resources(self, config: Config, has_gpus: bool) -> dict[str, float]:
         """What Ray reserves for a replica. All ranks of one replica are on one machine."""
         num_ranks = config.tensor_parallel_size
         num_gpus = num_ranks if has_gpus and config.device != "cpu" else 0
-        return {"CPU": self.cpus_per_rank * num_ranks, "GPU": num_gpus}
+        return {"CPU": CPUS_PER_RANK * num_ranks, "GPU": num_gpus}

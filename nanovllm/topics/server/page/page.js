@@ -200,6 +200,7 @@ function showBusy() {
   $("send").hidden = isBusy;
   $("stop").hidden = !isBusy && chat.many === null;
   $("ask-many").disabled = chat.many !== null;
+  $("question").setCustomValidity(isBusy ? "An answer is on its way. Escape stops it." : ""); // shown by Enter
 }
 
 function post(path, body, signal) {
@@ -229,12 +230,13 @@ async function problemOf(response) {
 }
 
 // The data of server-sent events, one after another.
-async function* dataLines(body) {
+async function* dataLines(body, onRead = () => {}) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    onRead();
     const lines = (rest + value).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) {
@@ -334,6 +336,7 @@ function setUpChat() {
     submitQuestion();
   });
   $("question").addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && chat.controller) stopAll();
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     $("composer").requestSubmit();
@@ -556,6 +559,7 @@ function mode() {
 }
 
 function say(text, isGood = false) {
+  if ($("connection").textContent === text) return; // a reader would hear it again
   $("connection").textContent = text;
   $("connection").classList.toggle("good", isGood);
 }
@@ -563,6 +567,7 @@ function say(text, isGood = false) {
 // --- live ---
 
 const RETRY_MILLISECONDS = 2000;
+const SILENCE_MILLISECONDS = 12000; // a server that lives sends a comment every 5 seconds
 // A browser has six connections to a server, for all its windows together. So only the newest ones watch.
 const MOST_WATCHING = 3;
 const windows = new BroadcastChannel("nanovllm.live");
@@ -588,14 +593,22 @@ async function connect() {
 
 // Until the stream ends, and a moment longer. Raises a Refusal.
 async function watch(signal) {
+  let silence;
+  const isAlive = () => {
+    clearTimeout(silence);
+    silence = setTimeout(() => say("The server says nothing"), SILENCE_MILLISECONDS);
+    say("Connected", true);
+  };
   try {
     const response = await request("live", { signal });
     view.forget();
     live.points = [];
-    say("Connected", true);
-    for await (const data of dataLines(response.body)) draw(JSON.parse(data));
+    isAlive();
+    for await (const data of dataLines(response.body, isAlive)) draw(JSON.parse(data));
   } catch (error) {
     if (error instanceof Refusal || signal.aborted) throw error;
+  } finally {
+    clearTimeout(silence);
   }
   say("Connection lost, trying again");
   await new Promise((resolve) => setTimeout(resolve, RETRY_MILLISECONDS));
