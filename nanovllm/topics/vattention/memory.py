@@ -11,6 +11,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,6 @@ MAP_FIXED = 0x10  # in place of what is there
 MAP_NORESERVE = 0x4000
 FAILED = 2**64 - 1  # -1, as an address
 MAPPINGS = Path("/proc/self/maps")  # of this process, one in a line
-
-Ranges = list[tuple[int, int]]  # of addresses: (start, bytes)
 
 
 class VirtualMemory(Protocol):
@@ -85,6 +84,14 @@ def mappings_free() -> int:
     return limit - MAPPINGS.read_bytes().count(b"\n")
 
 
+def ending_of(memory: object) -> ExitStack:
+    """What is done when the memory is no longer used, the last first. Not when the program ends:
+    other threads may still compute, and the system takes all back."""
+    ending = ExitStack()
+    weakref.finalize(memory, ending.close).atexit = False
+    return ending
+
+
 # --- on a CPU ---
 
 
@@ -109,10 +116,9 @@ class HostMemory:
         if num_bytes > installed:  # the system would find out when it is too late
             raise OSError(errno.ENOMEM, f"the machine has {installed:,} bytes")
         self.libc = libc()
-        self.ranges: Ranges = []
         self.file = os.memfd_create("nanovllm")
-        finalizer = weakref.finalize(self, close_host, self.libc, self.file, self.ranges)
-        finalizer.atexit = False  # other threads may still compute; the system takes all back
+        self.ending = ending_of(self)
+        self.ending.callback(os.close, self.file)
         os.ftruncate(self.file, num_bytes)
 
     def _mmap(self, address: int | None, num_bytes: int, protection: int, flags: int, *file) -> int:
@@ -128,7 +134,7 @@ class HostMemory:
 
     def reserve(self, num_bytes: int) -> int:
         address = self._zeros(None, num_bytes)
-        self.ranges.append((address, num_bytes))
+        self.ending.callback(self.libc.munmap, address, num_bytes)
         return address
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
@@ -150,12 +156,6 @@ class HostMemory:
         """Does nothing: an operation on a CPU has ended when it returns."""
 
 
-def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
-    for address, num_bytes in ranges:
-        library.munmap(address, num_bytes)
-    os.close(file)
-
-
 # --- on a GPU ---
 
 
@@ -169,15 +169,13 @@ class CudaMemory:
         self.device = device
         self.property = device_memory(driver, device)
         self.page_bytes = page_bytes_of(driver, device)
-        self.ranges: Ranges = []
         self.handles: list[Any] = []  # the last is the page of zeros
         self.mapped: set[int] = set()  # addresses of pages where something is, or may be
-        closed = (driver, device, self.page_bytes, self.ranges, self.mapped, self.handles)
-        finalizer = weakref.finalize(self, close_cuda, *closed)
-        finalizer.atexit = False  # the driver may be unloaded first
+        self.ending = ending_of(self)
         for _ in range(num_bytes // self.page_bytes + 1):
             handle = done(driver, driver.cuMemCreate(self.page_bytes, self.property, 0))
             self.handles.append(handle)
+            self.ending.callback(driver.cuMemRelease, handle)
         # physical memory comes with what its last owner left there
         zeros = self.reserve(self.page_bytes)
         self.fill(zeros, self.page_bytes)
@@ -186,7 +184,8 @@ class CudaMemory:
     def reserve(self, num_bytes: int) -> int:
         found = self.driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
         address = int(done(self.driver, found))
-        self.ranges.append((address, num_bytes))
+        self.ending.callback(self.driver.cuMemAddressFree, address, num_bytes)
+        self.ending.callback(unmap_all, self.driver, self.device, self.mapped, self.page_bytes)
         return address
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
@@ -265,20 +264,8 @@ def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
     return range(address, address + num_bytes, page_bytes)
 
 
-def close_cuda(
-    driver: Any,
-    device: torch.device,
-    page_bytes: int,
-    ranges: Ranges,
-    mapped: set[int],
-    handles: list[Any],
-) -> None:
-    """Frees all pages. It goes on after an error: after an interrupt, a page may have no
-    mapping."""
+def unmap_all(driver: Any, device: torch.device, mapped: set[int], page_bytes: int) -> None:
+    """Goes on after an error: after an interrupt, a page may have no mapping."""
     torch.cuda.synchronize(device)  # a kernel may still read them
-    for page in mapped:
-        driver.cuMemUnmap(page, page_bytes)
-    for address, num_bytes in ranges:
-        driver.cuMemAddressFree(address, num_bytes)
-    for handle in handles:
-        driver.cuMemRelease(handle)
+    while mapped:
+        driver.cuMemUnmap(mapped.pop(), page_bytes)
