@@ -30,7 +30,6 @@ def test_work_of_a_decode_step():
     assert work.kv_bytes == 2 * (13 + 2) * 2 * 2 * 3 and work.weight_bytes == 2 * (100 + 2 * 4 + 40)
     assert work.attention_flops == 4 * 2 * 2 * 3 * 13
     assert work.flops == 2 * 100 * 2 + 2 * 40 * 2 + work.attention_flops
-    assert work.intensity == work.flops / work.bytes
 
 
 def test_work_of_a_chunk_that_is_not_sampled():
