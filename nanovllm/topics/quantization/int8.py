@@ -11,7 +11,8 @@ from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.topics.quantization.groups import LARGEST, Product, plain_product, quantize
 
 ZERO = LARGEST + 1  # what stands for 0 in activations
-AFTER = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias; fp32, and no operation behind it
+# behind a product: no bias, a result in fp32, and no operation
+AFTER: tuple = (None, 1.0, 0, torch.float32, "none", [], "")
 
 
 def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
