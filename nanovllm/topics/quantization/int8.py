@@ -11,8 +11,15 @@ from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.topics.quantization.groups import LARGEST, Product, plain_product, quantize
 
 ZERO = LARGEST + 1  # what stands for 0 in activations
-# behind a product: no bias, a result in fp32, and no operation
-AFTER: tuple = (None, 1.0, 0, torch.float32, "none", [], "")
+AFTER: tuple = (  # arguments that say what follows a product
+    None,  # no bias
+    1.0,  # the scale of the result ...
+    0,  # ... and its zero
+    torch.float32,
+    "none",  # no operation
+    [],
+    "",
+)
 
 
 def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:

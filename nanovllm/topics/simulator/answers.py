@@ -22,7 +22,11 @@ def job_of(served: dict[str, Served], seq: Sequence) -> Job:
 
 def drawn(served: dict[str, Served], schedule: Schedule) -> list[int]:
     """The next token of each row: the jobs know the answers of the simulated model."""
-    return [token_of(job_of(served, seq), seq.num_output_tokens) for seq in schedule.sampled]
+    token_ids = []
+    for seq in schedule.sampled:
+        job = job_of(served, seq)
+        token_ids.append(token_of(job, seq.num_output_tokens))
+    return token_ids
 
 
 class JobProposer(Proposer):

@@ -67,28 +67,31 @@ def system_of(device: torch.device) -> System:
     if device.type == "cpu":
         if not (hasattr(os, "memfd_create") and MAPPINGS.exists()):
             raise ValueError(f"{refused} memfd_create and /proc, which Linux has, or a GPU")
-        # other code needs mappings, too
-        return System(mmap.PAGESIZE, mappings_free() * 3 // 4, HostMemory)
+        num_mappings = mappings_free() * 3 // 4  # other code needs mappings, too
+        return System(mmap.PAGESIZE, num_mappings, HostMemory)
     try:
         from cuda.bindings import driver
 
         page_bytes = page_bytes_of(driver, device)
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(f"{refused} cuda-bindings and a driver that maps memory") from error
-    return System(page_bytes, 2**62, partial(CudaMemory, device=device, driver=driver))
+    new_memory = partial(CudaMemory, device=device, driver=driver)
+    return System(page_bytes, 2**62, new_memory)
 
 
 def mappings_free() -> int:
     """How many more mappings the system allows this process. Neighbors count as one mapping."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_bytes())
-    return limit - MAPPINGS.read_bytes().count(b"\n")
+    num_mappings = MAPPINGS.read_bytes().count(b"\n")
+    return limit - num_mappings
 
 
 def ending_of(memory: object) -> ExitStack:
     """What is done when the memory is no longer used, the last first. Not when the program ends:
     other threads may still compute, and the system takes all back."""
     ending = ExitStack()
-    weakref.finalize(memory, ending.close).atexit = False
+    finalizer = weakref.finalize(memory, ending.close)
+    finalizer.atexit = False
     return ending
 
 
@@ -139,7 +142,8 @@ class HostMemory:
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        self._mmap(address, num_bytes, access, mmap.MAP_SHARED | MAP_FIXED, self.file, offset)
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        self._mmap(address, num_bytes, access, flags, self.file, offset)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
@@ -268,4 +272,5 @@ def unmap_all(driver: Any, device: torch.device, mapped: set[int], page_bytes: i
     """Goes on after an error: after an interrupt, a page may have no mapping."""
     torch.cuda.synchronize(device)  # a kernel may still read them
     while mapped:
-        driver.cuMemUnmap(mapped.pop(), page_bytes)
+        page = mapped.pop()
+        driver.cuMemUnmap(page, page_bytes)
