@@ -26,6 +26,13 @@ class Pieces(NamedTuple):
     size: int  # bytes
     num_rows: int  # for which the system has enough mappings
 
+    @property
+    def quality(self) -> tuple[int, int, int]:
+        """The order of preference: least memory, then most rows, then the keys of a layer close
+        together."""
+        num_bytes = self.num * self.size
+        return -num_bytes, self.num_rows, self.num
+
 
 class VirtualShape:
     """The shape of a VirtualCache with any number of blocks. Only whole pages can be mapped, so a
@@ -39,8 +46,7 @@ class VirtualShape:
         self.block_size = shape.block_size
         self.row_blocks = -(-limits.max_model_len // shape.block_size)
         cuts = [self.cut(1, limits), self.cut(shape.num_layers, limits)]
-        # the least memory, then the most rows, then the keys of a layer close together
-        self.pieces = max(cuts, key=lambda cut: (-cut.num * cut.size, cut.num_rows, cut.num))
+        self.pieces = max(cuts, key=lambda pieces: pieces.quality)
         self.block_bytes = self.pieces.num * self.pieces.size
         self.state_bytes = 0  # a model with states is refused
         self._check(limits)
