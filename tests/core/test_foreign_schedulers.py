@@ -217,10 +217,6 @@ def said_by(base: type, methods: dict) -> list[str]:
     return said
 
 
-def decorated(function):
-    return lambda *args: function(*args)
-
-
 def keys(*keys):
     """The priority of the request that comes first, second and so on."""
     return {"priority": lambda _, request: keys[min(request.arrival, len(keys) - 1)]}
@@ -296,9 +292,8 @@ NAMED = [  # of a class, its methods, and what is said
     (BlockManager, {"__init__": lambda self, num_blocks, *sizes: INIT(self, 2 * num_blocks, *sizes)}, r"__init__\(\): it has 44 blocks, but the KV cache has 22"),
     (BlockManager, {"__init__": lambda self, num_blocks, size, *sizes: INIT(self, num_blocks, size // 2, *sizes)}, r"__init__\(\): it has 2 tokens per block, but the KV cache has 4"),
     (Scheduler, {"__init__": lambda self, limits, manager: Scheduler.__init__(self, limits, OWN(10_000, manager.block_size))}, r"__init__\(\): it has 10000 blocks, but the KV cache has 22"),
-    (Scheduler, {"victims": lambda self, candidates: 1, "_victims": 1}, r"victims\(\): nothing uses it. Is it victim\?"),
-    (Scheduler, {"victims": lambda self, candidates: self.victims([])}, r"victims\(\): nothing uses it"),
-    (BlockManager, {"alocate": lambda self, seq, num_tokens: 1}, r"alocate\(\): nothing uses it. Is it allocate"),
+    (Scheduler, {"victims": lambda self, candidates: 1, "_victims": 1}, r"victims\(\): the engine does not call it. Is it victim\? If not, call it _victims"),
+    (BlockManager, {"alocate": lambda self, seq, num_tokens: 1}, r"alocate\(\): the engine does not call it. Is it allocate"),
     (Scheduler, {"priority": lambda request: 1}, r"priority\(\): it must take \(self, request\)"),
     (Scheduler, {"may_admit": lambda self, request: True}, r"may_admit\(\): it must take \(self, request, schedule\)"),
     (BlockManager, {"can_admit": lambda self, request: True}, r"can_admit\(\): it must take \(self, request, num_reserved\)"),
@@ -389,10 +384,8 @@ def admits_all_that_fit(self, schedule):
 RIGHT = [
     {"schedule_waiting": admits_all_that_fit, "priority": attrgetter("arrival")},
     {"reason_to_end": lambda *_: None},  # a sequence ends by its length all the same
-    {"dequeue": lambda self, request: request, "make_room": lambda self, _: [self.dequeue(one) for one in self.waiting] and None},
-    {"finished": finished, "make_room": decorated(lambda self, _: any(map(self.finished, self.running)) and None)},
-    {"finished": finished},  # not called as `unfinished` is
-    {"preempted": lambda self, request: 0, "should_swap": lambda self, request: self.preempted(request) == 0},
+    {"dequeue": lambda self, request: request, "finished": finished, "preempted": lambda self, request: 0},
+    {"make_room": lambda *_: None},
     {"preempted": 0, "finished": property(finished), "victims": [], "_dequeue": 1},
     {"victims": lambda self: self.running[-2:], "victim": lambda self, candidates: candidates[-1]},
     {"make_room": by_keyword, "may_admit": lambda self, request, schedule: np.True_, "priority": lambda self, request: request.arrival},

@@ -20,7 +20,7 @@ from nanovllm.schedule import Schedule
 from nanovllm.sequence import Request
 from nanovllm.sequence import Sequence as Seq
 from nanovllm.topics.decoding.drafts import Draft
-from nanovllm.topics.simulator.answers import WRONG, Answers, JobProposer
+from nanovllm.topics.simulator.answers import WRONG, JobProposer
 from nanovllm.topics.simulator.cost_model import Hardware, Items, Shape
 from nanovllm.topics.simulator.jobs import Arrivals, Job, Run, Runs, Served
 from nanovllm.topics.simulator.machines import Machine
@@ -165,7 +165,7 @@ class KnownProposer(JobProposer):
         """Needs all answers beforehand: the engine, which makes no guesses yet, gives them here."""
         assert all(job.after is None for job in jobs), "what follows an answer is not known"
         served = {str(i): Served(job) for i, job in enumerate(jobs)}
-        super().__init__({}, Answers(served))
+        super().__init__({}, served)
         self.vocab_size = llm.runner.vocab_size
         prompts = [token_ids(job.prompt, self.vocab_size) for job in jobs]
         outputs = llm.generate(prompts, [*map(params_of, jobs)], use_tqdm=False)

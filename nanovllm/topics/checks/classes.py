@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 from inspect import signature, unwrap
-from itertools import chain
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
@@ -58,8 +57,8 @@ def own_methods(owner: object, names: Iterable[str]) -> list[str]:
 
 def check_names(owner: object) -> None:
     """Raises ScheduleError for a method that is a value, and the other way round, for a method that
-    takes other parameters than the base's, and for one whose name resembles one of the base's, with
-    as many parameters: nothing would call it, unless other code of the class uses the name."""
+    takes other parameters than the base's, and for one whose name is almost one of the base's, with
+    as many parameters: the engine would not call it."""
     base, cls = base_of(owner), type(owner)
     known = methods_of(base)
     for name in vars(base):
@@ -79,32 +78,10 @@ def check_names(owner: object) -> None:
             pass  # a builtin function may have no signature
     for name in {*dir(cls)} - {*dir(base)}:
         method = getattr(cls, name)
-        similar = get_close_matches(name, known, n=1, cutoff=0.85)
+        similar = get_close_matches(name, known, n=1, cutoff=0.9)
         if not similar or name.startswith("_") or not isinstance(method, FunctionType):
             continue
         other = getattr(base, similar[0])
-        num_parameters = method.__code__.co_argcount
-        is_alike = num_parameters == other.__code__.co_argcount
-        if is_alike and not is_used(name, cls):
-            problem = f"nothing uses it. Is it {similar[0]}? If not, call it _{name}"
+        if method.__code__.co_argcount == other.__code__.co_argcount:
+            problem = f"the engine does not call it. Is it {similar[0]}? If not, call it _{name}"
             raise ScheduleError(owner, name, problem)
-
-
-def is_used(name: str, cls: type) -> bool:
-    """Whether another method or property has the name in its code, perhaps as a text."""
-    items = chain.from_iterable(vars(each).items() for each in cls.__mro__)
-    for other, one in items:
-        one = getattr(one, "fget", None) or getattr(one, "func", one)
-        function = unwrap(one)
-        cells = getattr(function, "__closure__", None) or ()  # of a decorated one
-        functions = [function, *[cell.cell_contents for cell in cells]]
-        codes = [getattr(one, "__code__", None) for one in functions]
-        if other != name and any(name in names_in(code) for code in codes if code):
-            return True
-    return False
-
-
-def names_in(code: CodeType) -> set:
-    names = {*code.co_names, *code.co_consts}
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return names.union(*inner)

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from nanovllm.models.dense import DenseModel
 from nanovllm.options import refusal
 from nanovllm.recovery import RankError
 from nanovllm.schedule import Schedule
-from nanovllm.step import StepInputs
+from nanovllm.step import StepInputs, integers
 from nanovllm.topics.decoding.prompt_logprobs import ROWS_AT_A_TIME
 from nanovllm.topics.parallel.ranks import (
     Group,
@@ -44,95 +43,62 @@ from nanovllm.topics.parallel.shards import Shard
 from nanovllm.topics.parallel.watch import LOST, SECONDS_BETWEEN_BEATS, repeat
 
 FIRST = 2**11  # numbers of a step in one message; more of them need a second one
+NUM_PARTS = 14  # of a message, without their lengths
 
 
 # --- a step, packed ---
 
 
-class Head(NamedTuple):
-    """The numbers at the start of a message."""
-
-    num_tokens: int = 0  # 0 means that there are no more steps
-    num_seqs: int = 0
-    num_blocks: int = 0  # in all block tables
-    num_rows: int = 0  # that are sampled from
-    num_drawn: int = 0  # of these, those that draw a token; the others are of prompts to score
-    num_decodes: int = 0
-    max_context: int = 0
-    num_out: int = 0  # of the moves of blocks, those to the host ...
-    num_in: int = 0  # ... and from it
-    num_moves: int = 0
-    num_state_copies: int = 0  # of the moves, which come last
-    num_slots: int = 0  # of states
-
-    @classmethod
-    def of(cls, message: Tensor) -> Head:
-        return cls(*message[: len(cls._fields)].tolist())
-
-    @property
-    def sizes(self) -> list[int]:
-        """The lengths of the parts of a message: head, token ids, positions and slots, rows, moves
-        of blocks, and the other tensors of the batch."""
-        of_tokens = [self.num_tokens] * 3
-        of_batch = [self.num_seqs + 1, self.num_seqs, self.num_seqs + 1, self.num_blocks]
-        of_batch.append(self.num_slots)
-        return [len(self), *of_tokens, self.num_rows, 2 * self.num_moves, *of_batch]
-
-
 def packed(step: StepInputs, num_drawn: int) -> Tensor:
-    """A step as one tensor, with all that the other ranks need: int64 [at least FIRST]."""
+    """A step as one tensor, with all that the other ranks need: int64 [at least FIRST]. It begins
+    with the lengths of the parts that follow. Of the rows that are sampled from, the first
+    `num_drawn` draw a token; the others are of prompts to score."""
     batch = step.batch
     moves = step.moves
-    pairs = [*moves.swaps_out.items(), *moves.swaps_in.items(), *moves.copies]
-    pairs += moves.state_copies
-    slots = torch.zeros(0) if batch.state_slots is None else batch.state_slots
-    head = Head(
-        num_tokens=len(step.input_ids),
-        num_seqs=len(batch.context_lens),
-        num_blocks=len(batch.block_tables),
-        num_rows=len(step.sampled_rows),
-        num_drawn=num_drawn,
-        num_decodes=batch.num_decodes,
-        max_context=batch.max_context,
-        num_out=len(moves.swaps_out),
-        num_in=len(moves.swaps_in),
-        num_moves=len(pairs),
-        num_state_copies=len(moves.state_copies),
-        num_slots=len(slots),
-    )
-    of_tokens = [step.input_ids, step.positions, batch.slot_mapping]
-    of_batch = [batch.cu_seqlens_q, batch.context_lens, batch.cu_blocks, batch.block_tables]
-    of_batch.append(slots.long())
-    numbers = torch.tensor([*chain(*pairs)], dtype=torch.int64)
-    message = torch.cat([torch.tensor(head), *of_tokens, step.sampled_rows, numbers, *of_batch])
+    pairs = (moves.swaps_out.items(), moves.swaps_in.items(), moves.copies, moves.state_copies)
+    parts = [
+        integers([num_drawn, batch.num_decodes, batch.max_context]),
+        step.input_ids,
+        step.positions,
+        batch.slot_mapping,
+        step.sampled_rows,
+        *[integers(chain.from_iterable(each)) for each in pairs],
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        batch.cu_blocks,
+        batch.block_tables,
+        integers([]) if batch.state_slots is None else batch.state_slots,
+    ]
+    message = torch.cat([integers(map(len, parts)), *parts])
     return F.pad(message, [0, max(0, FIRST - len(message))])
 
 
-def unpacked(message: Tensor, head: Head, kv_cache: KVCache) -> StepInputs:
-    parts = message[: sum(head.sizes)].split(head.sizes)
-    _, input_ids, positions, slot_mapping, sampled_rows, numbers, *of_batch = parts
-    cu_seqlens_q, context_lens, cu_blocks, block_tables, slots = [part.int() for part in of_batch]
+def sizes_of(message: Tensor) -> list[int]:
+    """The lengths of the parts of a message, given its start. The first part is these lengths."""
+    return [NUM_PARTS, *message[:NUM_PARTS].tolist()]
+
+
+def unpacked(message: Tensor, kv_cache: KVCache) -> tuple[StepInputs, int]:
+    """The step of a message, and how many of its rows draw a token."""
+    sizes = sizes_of(message)
+    parts = message[: sum(sizes)].split(sizes)
+    _, counts, input_ids, positions, slot_mapping, sampled_rows, *rest = parts
+    num_drawn, num_decodes, max_context = counts.tolist()
+    swaps_out, swaps_in, *copies = [pairs.view(-1, 2).tolist() for pairs in rest[:4]]
+    cu_seqlens_q, context_lens, cu_blocks, block_tables, state_slots = rest[4:]
     batch = Batch(
         kv_cache,
         slot_mapping,
-        cu_seqlens_q,
-        context_lens,
-        cu_blocks,
-        block_tables,
-        head.num_decodes,
-        head.max_context,
-        state_slots=slots.long() if head.num_slots else None,
+        cu_seqlens_q.int(),
+        context_lens.int(),
+        cu_blocks.int(),
+        block_tables.int(),
+        num_decodes,
+        max_context,
+        state_slots=state_slots if len(state_slots) else None,
     )
-    pairs = [(source, target) for source, target in numbers.view(-1, 2).tolist()]
-    end_of_in = head.num_out + head.num_in
-    end_of_copies = head.num_moves - head.num_state_copies
-    moves = Moves(
-        swaps_out=dict(pairs[: head.num_out]),
-        swaps_in=dict(pairs[head.num_out : end_of_in]),
-        copies=pairs[end_of_in:end_of_copies],
-        state_copies=pairs[end_of_copies:],
-    )
-    return StepInputs(input_ids, positions, batch, sampled_rows, moves=moves)
+    moves = Moves(dict(swaps_out), dict(swaps_in), *copies)
+    return StepInputs(input_ids, positions, batch, sampled_rows, moves=moves), num_drawn
 
 
 # --- runners ---
@@ -238,16 +204,17 @@ class Follower(RankRunner):
         while True:
             message = torch.empty(FIRST, dtype=torch.int64)
             self.group.tell(message)
-            head = Head.of(message)
-            if head.num_tokens == 0:
+            if not message.any():  # there are no more steps
                 return
-            if sum(head.sizes) > FIRST:
-                rest = torch.empty(sum(head.sizes) - FIRST, dtype=torch.int64)
+            length = sum(sizes_of(message))
+            if length > FIRST:
+                rest = torch.empty(length - FIRST, dtype=torch.int64)
                 self.group.tell(rest)
                 message = torch.cat([message, rest])
-            with self.on_device(head.num_tokens):
-                hidden, step = self.forward(unpacked(message, head, self.kv_cache))
-                self.give_logits(hidden, step, head.num_drawn)
+            step, num_drawn = unpacked(message, self.kv_cache)
+            with self.on_device(len(step.input_ids)):
+                hidden, step = self.forward(step)
+                self.give_logits(hidden, step, num_drawn)
 
 
 def end_steps(group: Group) -> None:

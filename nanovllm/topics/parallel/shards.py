@@ -35,12 +35,6 @@ class Part:
             problem = f"has a side of {found}, but config.json requires {self.length}"
             raise ValueError(f"{name} {problem}")
 
-    def check_groups(self, name: str, size: int) -> None:
-        remainders = (self.begin % size, self.end % size)
-        if any(remainders):
-            problem = f"groups of {size} numbers do not divide the {self.size} columns of a rank"
-            raise ValueError(f"{name}: {problem}")
-
 
 class Shard:
     """What one rank has of a model. If there are fewer KV heads than ranks, several ranks have the
@@ -102,7 +96,6 @@ class Shard:
             if kind != "weight":
                 size = max(1, part.length // shape[-1])
             part.check(name, shape[-1] * size)
-            part.check_groups(name, size)
             begin = part.begin // size
             end = part.end // size
             columns = whole[:, begin:end]

@@ -8,7 +8,6 @@ exact in any order, so a row of the result does not depend on its batch, to the 
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -119,42 +118,17 @@ def plain_product(x: Tensor, weight: Groups) -> Tensor:
     num_out, num_groups = weight.scales.shape
     grouped = x.unflatten(1, (num_groups, -1))
     rows, row_scales = quantize(grouped)
-    rows = rows.to(torch.int8)
     largest = LARGEST if weight.zeros is None else LARGEST_CODE
-    multiplied = float_sums
-    is_cpu = x.device.type == "cpu"
-    if is_cpu and has_integer_product(largest):
-        multiplied = integer_sums
+    # in which all sums of integers are exact
+    is_wide = grouped.shape[2] * LARGEST * largest >= 2**24
+    dtype = torch.float64 if is_wide else torch.float32
+    rows = rows.to(dtype)
     result = row_scales.new_zeros(len(x), num_out)
     for first in range(0, num_out, ROWS):
         some = slice(first, first + ROWS)
-        numbers = integers_of(weight, some)
+        numbers = integers_of(weight, some).to(dtype)
         for g in range(num_groups):
-            sums = multiplied(rows[:, g], numbers[:, g])
+            sums = F.linear(rows[:, g], numbers[:, g]).float()
             scales = row_scales[:, g] * weight.scales[some, g]
             result[:, some] += sums * scales
     return result
-
-
-def integer_sums(rows: Tensor, codes: Tensor) -> Tensor:
-    """int8 [T, n] times int8 [out, n]: int32 [T, out]."""
-    return torch._int_mm(rows, codes.T)
-
-
-def float_sums(rows: Tensor, codes: Tensor) -> Tensor:
-    """The same integers as fp32, exact up to 2**24."""
-    return F.linear(rows.float(), codes.float())
-
-
-@cache
-def has_integer_product(largest: int) -> bool:
-    """Whether PyTorch multiplies integers on this CPU, with codes up to `largest`: its function is
-    a private one, and where the CPU adds pairs of products in 16 bits, it cuts large sums off."""
-    rows = torch.full((64, 64), LARGEST, dtype=torch.int8)
-    codes = torch.full_like(rows, largest)
-    try:
-        sums = integer_sums(rows, codes)
-    except (AttributeError, RuntimeError):
-        return False
-    expected = LARGEST * largest * len(rows)
-    return bool((sums == expected).all())

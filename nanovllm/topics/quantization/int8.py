@@ -11,6 +11,15 @@ from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.topics.quantization.groups import LARGEST, Product, plain_product, quantize
 
 ZERO = LARGEST + 1  # what stands for 0 in activations
+AFTER: tuple = (  # arguments that say what follows a product
+    None,  # no bias
+    1.0,  # the scale of the result ...
+    0,  # ... and its zero
+    torch.float32,
+    "none",  # no operation
+    [],
+    "",
+)
 
 
 def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,21 +62,7 @@ def product_of(weight: Groups, in_bytes: Callable = in_bytes) -> Quantized:
 
 def multiplied(rows: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """(rows - zero) times the packed weight and its scales, in fp32. uint8 rows [T, in]."""
-    return torch.ops.onednn.qlinear_pointwise(
-        rows,
-        1.0,
-        zero,
-        packed,
-        scales,
-        zeros,
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
-    )  # no bias; a result in fp32, and nothing behind it
+    return torch.ops.onednn.qlinear_pointwise(rows, 1.0, zero, packed, scales, zeros, *AFTER)
 
 
 def can_multiply(weight: Groups) -> bool:

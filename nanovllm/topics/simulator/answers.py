@@ -16,36 +16,28 @@ def token_of(job: Job, i: int) -> int:
     return STOP if i + 1 == job.num_outputs else job.answer
 
 
-class Answers:
-    """The answers of the simulated model: the jobs know them."""
+def job_of(served: dict[str, Served], seq: Sequence) -> Job:
+    return served[seq.request.request_id].job
 
-    def __init__(self, served: dict[str, Served]):
-        self.served = served
 
-    def job_of(self, seq: Sequence) -> Job:
-        return self.served[seq.request.request_id].job
-
-    def drawn(self, schedule: Schedule) -> list[int]:
-        """The next token of each row."""
-        seqs = schedule.sampled
-        return [token_of(self.job_of(seq), seq.num_output_tokens) for seq in seqs]
-
-    def came(self, schedule: Schedule, now: float) -> None:
-        """Notes the time of the accepted tokens: of the rows that are left after the step."""
-        for seq in schedule.sampled:
-            served = self.served[seq.request.request_id]
-            served.token_times.append(now)
+def drawn(served: dict[str, Served], schedule: Schedule) -> list[int]:
+    """The next token of each row: the jobs know the answers of the simulated model."""
+    token_ids = []
+    for seq in schedule.sampled:
+        job = job_of(served, seq)
+        token_ids.append(token_of(job, seq.num_output_tokens))
+    return token_ids
 
 
 class JobProposer(Proposer):
     """Proposes as often, and as rightly, as `Job.right_draft_tokens` says."""
 
-    def __init__(self, fields: dict[str, Any], answers: Answers):
+    def __init__(self, fields: dict[str, Any], served: dict[str, Served]):
         super().__init__(config_of(fields))
-        self.answers = answers
+        self.served = served
 
     def propose(self, seq: Sequence, most: int) -> Tokens[int]:
-        job = self.answers.job_of(seq)
+        job = job_of(self.served, seq)
         begin = seq.num_output_tokens
         num_right = -1
         if begin < len(job.right_draft_tokens):

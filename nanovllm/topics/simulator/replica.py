@@ -20,7 +20,7 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.schedules import ScheduleChecks, check_queues
 from nanovllm.topics.decoding.drafts import without_draft
-from nanovllm.topics.simulator.answers import Answers, JobProposer
+from nanovllm.topics.simulator.answers import JobProposer, drawn
 from nanovllm.topics.simulator.cost_model import SHAPES, Items, shape_of
 from nanovllm.topics.simulator.jobs import COUNTS, PlannedStep, Run, Served
 from nanovllm.topics.simulator.machines import Machine
@@ -78,10 +78,9 @@ class Replica:
         self.num_arrived = count()
         self.result = Run(served)
         self.served: dict[str, Served] = {}  # of all requests that have come, by id
-        self.answers = Answers(self.served)
         self.unfinished: dict[str, Request] = {}
         if config.speculative_config is not None:
-            self.scheduler.proposer = JobProposer(config.speculative_config, self.answers)
+            self.scheduler.proposer = JobProposer(config.speculative_config, self.served)
         self.planner = ScheduleChecks(self.scheduler, limits, self.unfinished, check)
 
     def _num_blocks_that_fit(self, config: Config, block_bytes: int) -> int:
@@ -134,8 +133,9 @@ class Replica:
         self._go_on(schedule)
         if keep_steps:
             self.result.steps.append(self._planned_step(schedule, start))
-        self.planner.update(schedule, self.answers.drawn(schedule))
-        self.answers.came(schedule, self.now)
+        self.planner.update(schedule, drawn(self.served, schedule))
+        for seq in schedule.sampled:  # the rows that are left: draft tokens that were right, too
+            self.served[seq.request.request_id].token_times.append(self.now)
         if self.check:
             for seq in schedule.sampled:
                 self._check_length(seq.request)

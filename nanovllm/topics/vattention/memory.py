@@ -11,6 +11,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,6 @@ MAP_FIXED = 0x10  # in place of what is there
 MAP_NORESERVE = 0x4000
 FAILED = 2**64 - 1  # -1, as an address
 MAPPINGS = Path("/proc/self/maps")  # of this process, one in a line
-
-Ranges = list[tuple[int, int]]  # of addresses: (start, bytes)
 
 
 class VirtualMemory(Protocol):
@@ -68,21 +67,32 @@ def system_of(device: torch.device) -> System:
     if device.type == "cpu":
         if not (hasattr(os, "memfd_create") and MAPPINGS.exists()):
             raise ValueError(f"{refused} memfd_create and /proc, which Linux has, or a GPU")
-        # other code needs mappings, too
-        return System(mmap.PAGESIZE, mappings_free() * 3 // 4, HostMemory)
+        num_mappings = mappings_free() * 3 // 4  # other code needs mappings, too
+        return System(mmap.PAGESIZE, num_mappings, HostMemory)
     try:
         from cuda.bindings import driver
 
         page_bytes = page_bytes_of(driver, device)
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(f"{refused} cuda-bindings and a driver that maps memory") from error
-    return System(page_bytes, 2**62, partial(CudaMemory, device=device, driver=driver))
+    new_memory = partial(CudaMemory, device=device, driver=driver)
+    return System(page_bytes, 2**62, new_memory)
 
 
 def mappings_free() -> int:
     """How many more mappings the system allows this process. Neighbors count as one mapping."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_bytes())
-    return limit - MAPPINGS.read_bytes().count(b"\n")
+    num_mappings = MAPPINGS.read_bytes().count(b"\n")
+    return limit - num_mappings
+
+
+def ending_of(memory: object) -> ExitStack:
+    """What is done when the memory is no longer used, the last first. Not when the program ends:
+    other threads may still compute, and the system takes all back."""
+    ending = ExitStack()
+    finalizer = weakref.finalize(memory, ending.close)
+    finalizer.atexit = False
+    return ending
 
 
 # --- on a CPU ---
@@ -109,10 +119,9 @@ class HostMemory:
         if num_bytes > installed:  # the system would find out when it is too late
             raise OSError(errno.ENOMEM, f"the machine has {installed:,} bytes")
         self.libc = libc()
-        self.ranges: Ranges = []
         self.file = os.memfd_create("nanovllm")
-        finalizer = weakref.finalize(self, close_host, self.libc, self.file, self.ranges)
-        finalizer.atexit = False  # other threads may still compute; the system takes all back
+        self.ending = ending_of(self)
+        self.ending.callback(os.close, self.file)
         os.ftruncate(self.file, num_bytes)
 
     def _mmap(self, address: int | None, num_bytes: int, protection: int, flags: int, *file) -> int:
@@ -128,12 +137,13 @@ class HostMemory:
 
     def reserve(self, num_bytes: int) -> int:
         address = self._zeros(None, num_bytes)
-        self.ranges.append((address, num_bytes))
+        self.ending.callback(self.libc.munmap, address, num_bytes)
         return address
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        self._mmap(address, num_bytes, access, mmap.MAP_SHARED | MAP_FIXED, self.file, offset)
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        self._mmap(address, num_bytes, access, flags, self.file, offset)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
@@ -150,12 +160,6 @@ class HostMemory:
         """Does nothing: an operation on a CPU has ended when it returns."""
 
 
-def close_host(library: ctypes.CDLL, file: int, ranges: Ranges) -> None:
-    for address, num_bytes in ranges:
-        library.munmap(address, num_bytes)
-    os.close(file)
-
-
 # --- on a GPU ---
 
 
@@ -169,15 +173,13 @@ class CudaMemory:
         self.device = device
         self.property = device_memory(driver, device)
         self.page_bytes = page_bytes_of(driver, device)
-        self.ranges: Ranges = []
         self.handles: list[Any] = []  # the last is the page of zeros
         self.mapped: set[int] = set()  # addresses of pages where something is, or may be
-        closed = (driver, device, self.page_bytes, self.ranges, self.mapped, self.handles)
-        finalizer = weakref.finalize(self, close_cuda, *closed)
-        finalizer.atexit = False  # the driver may be unloaded first
+        self.ending = ending_of(self)
         for _ in range(num_bytes // self.page_bytes + 1):
             handle = done(driver, driver.cuMemCreate(self.page_bytes, self.property, 0))
             self.handles.append(handle)
+            self.ending.callback(driver.cuMemRelease, handle)
         # physical memory comes with what its last owner left there
         zeros = self.reserve(self.page_bytes)
         self.fill(zeros, self.page_bytes)
@@ -186,7 +188,8 @@ class CudaMemory:
     def reserve(self, num_bytes: int) -> int:
         found = self.driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
         address = int(done(self.driver, found))
-        self.ranges.append((address, num_bytes))
+        self.ending.callback(self.driver.cuMemAddressFree, address, num_bytes)
+        self.ending.callback(unmap_all, self.driver, self.device, self.mapped, self.page_bytes)
         return address
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
@@ -265,20 +268,9 @@ def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
     return range(address, address + num_bytes, page_bytes)
 
 
-def close_cuda(
-    driver: Any,
-    device: torch.device,
-    page_bytes: int,
-    ranges: Ranges,
-    mapped: set[int],
-    handles: list[Any],
-) -> None:
-    """Frees all pages. It goes on after an error: after an interrupt, a page may have no
-    mapping."""
+def unmap_all(driver: Any, device: torch.device, mapped: set[int], page_bytes: int) -> None:
+    """Goes on after an error: after an interrupt, a page may have no mapping."""
     torch.cuda.synchronize(device)  # a kernel may still read them
-    for page in mapped:
+    while mapped:
+        page = mapped.pop()
         driver.cuMemUnmap(page, page_bytes)
-    for address, num_bytes in ranges:
-        driver.cuMemAddressFree(address, num_bytes)
-    for handle in handles:
-        driver.cuMemRelease(handle)
