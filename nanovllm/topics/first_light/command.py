@@ -91,7 +91,7 @@ def answers(options: dict, is_small: bool) -> dict[str, Any]:
 
 
 def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
-    """The speed of a decode, with few and with many sequences."""
+    """Where the time of a decode goes, with few and with many sequences."""
     from nanovllm import LLM
     from nanovllm.topics.simulator.cost_model import SHAPES, shape_of  # chapter 14
 
@@ -115,6 +115,15 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
         not_read = round(not_hit) * costs.itemsize
         count = 4 if is_small else 40
         facts[f"{batch} sequences"] = speed_of(llm, batch, copied, count, not_read)
+    # after all times: steps may be slower once there was a profiler
+    for batch in reversed(batches):
+        run_only(llm, batch, 0)
+        kernels = kernels_of(llm, 4)
+        busy_ms = sum(us for us, *_ in kernels) / 1e3
+        found = facts[f"{batch} sequences"]
+        if busy_ms:  # on a CPU there are no kernels
+            found |= {"gpu_ms": busy_ms, "host_share": 1 - busy_ms / found["step_ms"]}
+            found["kernels"] = kernels[:16]
     return facts
 
 
@@ -137,12 +146,15 @@ def speed_of(llm: Any, batch: int, copied: float, count: int, not_read: int = 0)
 
 
 def run_only(llm: Any, batch: int, length: int) -> None:
-    """Adds requests, so that there are `batch`. Runs steps until all of them get tokens in the same
-    step."""
+    """Adds requests, or aborts the oldest, so that there are `batch`. Runs steps until all of them
+    get tokens in the same step."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=0.6, max_tokens=1024, ignore_eos=True)
-    for i in range(len(llm.scheduler.running), batch):
+    running = llm.scheduler.running
+    for request in running[:-batch]:
+        llm.abort(request.request_id)
+    for i in range(len(running), batch):
         llm.add_request([i] * length, params)
     llm.overlaps = False
     while len(llm.step()) != batch:
@@ -160,6 +172,21 @@ def median_step(llm: Any, count: int, overlap: bool) -> tuple[float, int]:
         tokens = [one.prompt_token_ids + one.outputs[0].token_ids for one in outputs]
         steps.append((seconds, sum(map(len, tokens))))
     return sorted(steps)[count // 2]
+
+
+def kernels_of(llm: Any, count: int) -> list[tuple[float, float, str]]:
+    """The kernels of `count` steps, the longest first: microseconds and launches in one step, and
+    the name. On a CPU there are none."""
+    from torch.profiler import profile
+
+    with profile() as found:
+        for _ in range(count):
+            llm.step()
+    events = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    return sorted(
+        ((e.self_device_time_total / count, e.count / count, e.key[:80]) for e in events),
+        reverse=True,
+    )
 
 
 def write_model(folder: Path, shape: dict, device: str) -> None:
