@@ -68,8 +68,7 @@ class StepInputs:
 
 
 class Recorder(Protocol):
-    """A model that computes the steps of some sizes in one launch: see backends/cuda_graphs.py and
-    numba_graphs.py."""
+    """Computes the steps of some sizes in one launch: CUDA graphs, or a CPU's step in one call."""
 
     sizes: list[int]  # in sequences, the smallest first
 

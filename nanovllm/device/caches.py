@@ -53,9 +53,7 @@ class Caches:
             what = f"{blocks} and {host} of {shape.block_bytes:,} bytes each"
             if shape.state_bytes:
                 what += f", {shape.state_bytes:,} bytes of states (max_num_seqs)"
-            reason = "not enough memory"
-            if isinstance(error, OSError):
-                reason = error.strerror or str(error)
+            reason = getattr(error, "strerror", None) or "not enough memory"
             raise ValueError(f"there is no room for {what}: {reason}") from error
 
         gib = num_blocks * shape.block_bytes / 2**30

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 
 class Groups(NamedTuple):
-    """A weight [out, in] in few bits, in groups: see topics/quantization/groups.py. `group` is the
-    size of a group."""
+    """A weight [out, in] in few bits, in groups: see topics/quantization/groups.py."""
 
     codes: Tensor  # int8 [out, groups, group], or packed uint8 [out, pairs of groups, group]
     scales: Tensor  # fp32 [out, groups]

@@ -1,5 +1,4 @@
-"""Ops: all that a backend is. The backends are torch_ops, numba_ops and triton_ops in backends/,
-and vattention.
+"""Ops: all that a backend is, such as torch_ops, numba_ops and triton_ops, or vattention's.
 
 On a CPU it is numba_ops, on a GPU triton_ops, and torch_ops where these are missing: `choose_ops`
 says so when the model is built. Nothing else differs between them, and no code asks for a NAME to

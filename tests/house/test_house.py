@@ -140,11 +140,6 @@ def test_a_text_names_its_encoding(pattern):
         assert not texts_without_encoding(ast.parse(file.read_bytes())), file
 
 
-def test_the_server_has_few_files():
-    """One for each thing that a reader looks for there."""
-    assert len([*(PACKAGE / "topics" / "server").glob("*.py")]) <= 26
-
-
 def test_the_root_holds_what_belongs_there():
     """Of what git knows; a reader's own files may lie beside it."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:

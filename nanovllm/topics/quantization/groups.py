@@ -120,15 +120,18 @@ def plain_product(x: Tensor, weight: Groups) -> Tensor:
     rows, row_scales = quantize(grouped)
     largest = LARGEST if weight.zeros is None else LARGEST_CODE
     # in which all sums of integers are exact
-    is_wide = grouped.shape[2] * LARGEST * largest >= 2**24
-    dtype = torch.float64 if is_wide else torch.float32
+    largest_sum = grouped.shape[2] * LARGEST * largest
+    dtype = torch.float32
+    if largest_sum >= 2**24:
+        dtype = torch.float64
     rows = rows.to(dtype)
     result = row_scales.new_zeros(len(x), num_out)
     for first in range(0, num_out, ROWS):
         some = slice(first, first + ROWS)
         numbers = integers_of(weight, some).to(dtype)
         for g in range(num_groups):
-            sums = F.linear(rows[:, g], numbers[:, g]).float()
+            sums = F.linear(rows[:, g], numbers[:, g])
+            sums = sums.float()
             scales = row_scales[:, g] * weight.scales[some, g]
             result[:, some] += sums * scales
     return result
