@@ -6,7 +6,7 @@ program of the attention goes through the context of one sequence in tiles of ke
 block table leads, and its softmax is online. Nothing is gathered.
 
 What is a grid on a GPU is a range of programs here, from `begin` to `end`: each of a few threads
-gets one, see numba_ops.run. A program's sums do not depend on what is beside it. They are in
+gets one, see numba_run.run. A program's sums do not depend on what is beside it. They are in
 float32; a 16-bit result is rounded once, at the end.
 
 """
@@ -19,7 +19,7 @@ from zlib import crc32
 
 import numpy as np
 from numba import njit, types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import overload
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,23 @@ inlined = njit(inline="always")
 
 
 class Cache(FunctionCache):
-    """Keeps a compiled kernel on disk. A broken file counts as a missing one; so does a full
-    disk."""
+    """Keeps a compiled kernel on disk. A broken file counts as a missing one; so does a full disk.
 
-    def load_overload(self, *args):
+    If two processes write at the same time, an index of numba's may lead to the code of the other.
+    So kernels made for other numbers have other files, and the types of what is read are compared.
+    """
+
+    def __init__(self, function: Callable):
+        super().__init__(function)
+        variant = crc32(repr(made_of(function, str)).encode())
+        name = f"{self._impl.filename_base}.{variant:08x}"
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = IndexDataCacheFile(self.cache_path, name, stamp)
+
+    def load_overload(self, types, *args):
         try:
-            return super().load_overload(*args)
+            found = super().load_overload(types, *args)
+            return found if found is None or found.signature.args == tuple(types) else None
         except Exception as error:  # whatever reading a broken file may raise
             logger.warning("%s: a broken file, compiling again: %r", self.cache_path, error)
             self._write(self.flush)
@@ -66,16 +77,16 @@ def checksum(path: str) -> int:
     return crc32(Path(path).read_bytes())
 
 
-def made_of(function: Callable) -> list:
+def made_of(function: Callable, stamp: Callable = checksum) -> list:
     """What a kernel's machine code depends on: the numbers for which it was made, and the files of
     all kernels that it calls. numba looks at its own file only, and takes the kernels in a closure
     for others in each process."""
     code = function.__code__
-    parts = [code.co_name, checksum(code.co_filename)]
+    parts = [code.co_name, stamp(code.co_filename)]
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     for value in [*values, *map(function.__globals__.get, code.co_names)]:
         if hasattr(value, "py_func"):
-            parts.append(made_of(value.py_func))
+            parts.append(made_of(value.py_func, stamp))
         elif isinstance(value, int | float):
             parts.append(value)
     return parts
@@ -84,6 +95,7 @@ def made_of(function: Callable) -> list:
 def kernel(function: Callable, fastmath: set[str] | bool = FAST_MATH) -> Callable:
     """Compiles the function when it is first called with arrays of these types, and keeps it on
     disk."""
+    checksum(function.__code__.co_filename)  # of what is imported: the file may change meanwhile
     # a division by zero is infinite, as in PyTorch; a check of each would prevent vectorizing
     compiled = njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     if compiled is not function:  # otherwise NUMBA_DISABLE_JIT is set

@@ -202,6 +202,18 @@ def test_a_broken_file_is_made_again(tmp_path, broken, content, caplog):
     assert again.stats.cache_hits
 
 
+def test_code_that_another_process_has_written_is_not_run(tmp_path):
+    """If two write at the same time, the index may lead to code for other types, and would to that for other numbers."""
+    double, _ = double_in(tmp_path)
+    double(np.ones(3, np.float32))
+    of_float64, of_float32 = sorted(tmp_path.rglob("*.nbc"))
+    of_float64.write_bytes(of_float32.read_bytes())
+    again, _ = double_in(tmp_path)  # which is right
+    assert again.stats.cache_misses
+    kernels = [numba_kernels.decode_kernel(32, group) for group in (2, 3)]
+    assert len({kernel._cache._cache_file._index_name for kernel in kernels}) == 2
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
     """Kernels are kept in the user's own folder, or not at all."""
     (tmp_path / "__pycache__").write_text("no folder")
