@@ -15,6 +15,7 @@ This is the way of a streamed chat, from the socket to the engine and back:
 """
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -50,7 +51,9 @@ from nanovllm.topics.server.page import WITHOUT_KEY, Live, add_page
 from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, check_values
 from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
+from nanovllm.topics.server.tool_calls import form_of
 
+logger = logging.getLogger("uvicorn.error")
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # names of this machine
 
 
@@ -136,6 +139,9 @@ class Server:
         if self.options.chat_template is not None:
             self.inputs.tokenizer.chat_template = self.options.chat_template
         prepare_vocabulary(self.inputs)
+        self.inputs.tool_form = form_of(self.inputs.tokenizer)
+        if self.inputs.tokenizer and self.inputs.tokenizer.chat_template:
+            logger.info("Tool calls: %s", self.inputs.tool_form.words)
         if isinstance(self.engine, AsyncLLM):
             self.live = Live(self.engine)
         try:
@@ -151,7 +157,7 @@ class Server:
         begin = time.perf_counter()
         self.check(body)
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
-        answers = kind(body, requests, self.name, self.texts)
+        answers = kind(body, requests, self.inputs, self.texts)
         is_streamed = body.stream
         # FastAPI keeps both until the answer has ended, and they may be large
         (await call.json()).clear()
