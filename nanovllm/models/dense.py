@@ -27,18 +27,17 @@ def has_states(config) -> bool:
 def check_supported(config) -> None:
     """Raises ValueError for a Hugging Face config with parts that are not implemented here. It
     names all of them."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = getattr(config, "sliding_window", None)
     refused = {
         # transformers makes another type of some configs
         "model_type": config.model_type not in MODEL_TYPES + HYBRID_TYPES,
         "hidden_act": config.hidden_act != "silu",
         "mlp_bias": getattr(config, "mlp_bias", False),
-        "sliding_window": window is not None and "sliding_attention" in kinds,
+        "output_gate_type": getattr(config, "output_gate_type", None)
+        not in (None, "swish", "silu"),
     }
     found = [f"{name}={getattr(config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
-        here = "here the activation is silu, and each layer attends to its whole context"
+        here = "here the activation and the gates are silu, and an MLP has no biases"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
 
 

@@ -122,7 +122,9 @@ class Inputs:
             raise refusal("prompt", prompt, no_tokenizer)
         try:
             if isinstance(content, str):
-                return content, self.tokens(content)
+                # a chat template writes the beginning itself
+                has_begun = content.startswith(self.tokenizer.bos_token or "\ud800")
+                return content, self.tokens(content, add_special_tokens=not has_begun)
             text = content.text(self.tokenizer)
             return text, self.tokens(text, add_special_tokens=False)
         except PromptTooLong:

@@ -1,6 +1,18 @@
-"""Families: what an error message says of a model that no file of models/ implements."""
+"""Families: what an error message says of a model that no file of models/ implements; and what of a
+model's files is special, or read otherwise than they mean."""
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
+
+from nanovllm.layers.rotary import rope_settings, window_of
+from nanovllm.models.dense import has_states
+from nanovllm.options import refusal
+
+logger = logging.getLogger(__name__)
 
 PARTS = {  # fields of config.json, and what they stand for
     "vision_config": "images",
@@ -14,6 +26,20 @@ PARTS = {  # fields of config.json, and what they stand for
     "state_size": "states (Mamba)",
 }
 LAYERS = {"full_attention", "dense"}
+TYPES = {  # what no field of config.json tells
+    "layers without rotation": ("smollm3",),
+    "fused products": ("phi3", "internlm2", "chatglm", "baichuan"),
+    "norms behind attention and MLP": ("olmo2", "olmo3", "glm4", "exaone4"),
+    "multipliers": ("granite", "minicpm"),
+    "another rotation": ("glm", "ernie4_5", "gpt_neox", "stablelm"),
+    "another norm": ("nemotron", "starcoder2", "hunyuan_v1_dense"),
+    "learned positions": ("gpt2", "opt"),
+    "ALiBi": ("bloom", "falcon"),
+    "scaled queries": ("ministral3",),
+    "other biases": ("seed_oss", "internlm3"),
+    "convolutions": ("lfm2",),
+    "ternary weights": ("bitnet",),
+}
 
 
 def refusal_of(stored: dict[str, Any], model_types: tuple[str, ...]) -> ValueError:
@@ -22,9 +48,121 @@ def refusal_of(stored: dict[str, Any], model_types: tuple[str, ...]) -> ValueErr
     text = stored.get("text_config")
     fields = {**stored, **text} if isinstance(text, dict) else stored
     parts = [words for name, words in PARTS.items() if fields.get(name)]
+    parts += [words for words, names in TYPES.items() if fields.get("model_type") in names]
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
         parts += [f"{kind} layers" for kind in map(str, kinds) if kind not in LAYERS]
     has = f" ({', '.join(dict.fromkeys(parts))})" if parts else ""
     only = ", ".join(model_types)
     return ValueError(f"model_type={stored.get('model_type')!r}{has} is not supported, only {only}")
+
+
+FILES = ["*.json", "*.txt", "*.jinja"]  # configs and tokenizer
+
+
+def downloaded(model: str, path: Path, weight_names: Callable[[Path], list[str]]) -> Path:
+    """The directory of a hub id: its configs, then the weights that its index names. Raises
+    ValueError if this is none, or the path of something else."""
+    if "gguf" in model.lower() or any(path.glob("*.gguf")):
+        raise refusal("model", model, "GGUF is not read: take the model's safetensors")
+    if not path.is_dir():
+        if path.exists() or model[:1] in "/.~" or model.count("/") > 1:  # not a hub id
+            raise ValueError(f"model={model!r} is not a directory")
+        from huggingface_hub import snapshot_download
+
+        try:
+            path = Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns="*/*"))
+            snapshot_download(model, allow_patterns=weight_names(path))
+        except Exception as error:
+            raise ValueError(
+                f"model={model!r} is not a local directory, and it could not be downloaded from "
+                f"the hub: {error}"
+            ) from error
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
+    return path
+
+
+# --- settings ---
+
+ALWAYS = {"rope_type", "type", "rope_theta"}
+ROPE_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
+    | {"attention_factor", "attn_factor", "mscale", "mscale_all_dim"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}
+HYBRID_KEYS = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+CODE_KEYS = {  # of quantization: what the codes mean, and how they were made
+    *(
+        "quant_method bits w_bit group_size q_group_size checkpoint_format format version sym"
+    ).split(),
+    *(
+        "zero_point desc_act lm_head weight_block_size modules_to_not_convert ignored_layers"
+    ).split(),
+    *("activation_scheme fmt scale_fmt damp_percent damp_auto_increment static_groups").split(),
+    *(
+        "true_sequential model_name_or_path model_file_base_name backend do_fuse meta dataset"
+    ).split(),
+    *("tokenizer exllama_config use_exllama pack_dtype modules_in_block_to_quantize").split(),
+}
+
+
+def check_settings(config) -> None:
+    """Logs what is special in a supported config: a sliding window, and keys that are not read."""
+    settings = rope_settings(config)
+    if not getattr(config, "rope_scaling", None):  # transformers 4, and a file that 5 has saved
+        config.rope_scaling = settings
+        config.rope_theta = settings["rope_theta"]
+    known = ALWAYS | ROPE_KEYS[settings["rope_type"]]
+    if has_states(config):
+        known |= HYBRID_KEYS
+    codes = dict(getattr(config, "quantization_config", None) or {})
+    for name, unread in (("rope", {*settings} - known), ("quantization", {*codes} - CODE_KEYS)):
+        if unread:
+            logger.warning(
+                "of the %s settings, %s is not known, and not read", name, sorted(unread)
+            )
+    window = window_of(config)
+    if window and window < config.max_position_embeddings:
+        logger.warning("the context ends at %d tokens, with the model's sliding window", window)
+
+
+# --- tokenizers ---
+
+TEXTS = ("Hello world, 347 + 28 = 375", "\n    42\n\n  x\t1", " a  b", "Ünï ☃ 你好", "it's I'LL")
+OTHER_TOKENIZERS = ("tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model")
+PARTS_OF_TOKENIZERS = ("model", "normalizer", "pre_tokenizer", "decoder")
+
+
+def check_tokenizer(tokenizer: Any, path: Path) -> None:
+    """Some classes of transformers make another tokenizer than that of its file. Where one reads or
+    writes one of TEXTS otherwise, it gets the parts of the file's."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        others = [one.name for one in path.glob("*") if one.name in OTHER_TOKENIZERS]
+        if tokenizer is None and others:
+            has = f"{path} has {others[0]}, but no tokenizer.json"
+            logger.warning("%s: prompts must be token ids", has)
+        return
+    stored = Tokenizer.from_file(str(file))
+    text = first_difference(tokenizer.backend_tokenizer, stored)
+    if text is not None:
+        for name in PARTS_OF_TOKENIZERS:
+            setattr(tokenizer.backend_tokenizer, name, getattr(stored, name))
+        kind = type(tokenizer).__name__
+        logger.warning("%s reads %r otherwise than tokenizer.json: the file counts", kind, text)
+    text = first_difference(tokenizer.backend_tokenizer, stored)
+    if text is not None:
+        logger.warning("%r still has other tokens than by tokenizer.json", text)
+
+
+def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
+    """The first of TEXTS that does not become the same tokens, and the same text again."""
+    for text in TEXTS:
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (one, other)]
+        if ids[0] != ids[1] or one.decode(ids[0]) != other.decode(ids[0]):
+            return text
+    return None

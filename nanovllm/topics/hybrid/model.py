@@ -23,13 +23,13 @@ from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
 KINDS = ["full_attention", "linear_attention"]  # of layers
 
 
-def text_config(config) -> Any:
-    """The config of the language model, from that of the whole checkpoint. Raises ValueError if it
-    is not supported."""
+def text_config(config, stored: dict) -> Any:
+    """The config of the language model, from that of the whole checkpoint, in which the defaults of
+    transformers do not count: `stored` is the file. Raises ValueError if it is not supported."""
     text = getattr(config, "text_config", config)
     for name in ("tie_word_embeddings", "quantization_config", "dtype"):
         value = getattr(config, name, None)
-        if value is not None:
+        if value is not None and (name != "tie_word_embeddings" or name in stored):
             setattr(text, name, value)
     if "moe" in text.model_type:
         text.norm_topk_prob = True
