@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from server_tools import Running
 
 from nanovllm import LLM
@@ -126,6 +128,7 @@ def parsed(text: str, cuts: list[int], form=UNKNOWN, most_calls=None) -> Parts:
     parts = Parts()
     for begin, end in zip([0, *cuts], [*cuts, len(text)]):
         new = parser.add(text[begin:end], is_last=end == len(text))
+        parts.reasoning += new.reasoning
         parts.content += new.content
         parts.tool_calls += new.tool_calls
     for i, call in enumerate(parts.tool_calls):
@@ -194,10 +197,19 @@ def test_texts_that_differ_a_little(form, text, expected):
 
 def test_a_quotation_mark_does_not_hold_back_what_follows():
     parser = Parser(None, True, None, XML_FORM, FUNCTIONS)
-    pipe = '<tool_call>\n<function=f>\n<parameter=text>\n5" pipe\n</parameter>\n</function>\n</tool_call>'
-    (call,) = parser.add(pipe).tool_calls
-    assert json.loads(call["function"]["arguments"]) == {"text": '5" pipe'}
-    assert parser.add("\nDone.").content == "Done."
+    text = written(XML_FORM, [("f", {"text": '5" pipe'})])
+    assert parser.add(text).tool_calls and parser.add("\nDone.").content == "Done."
+
+
+PIECES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "[TOOL_CALLS]", "{", '{"name": "f", "parameters": {}}', "\n", "<", "think>", "</", "a", "é")  # fmt: skip
+pieces = st.sampled_from(PIECES) | st.text(max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(pieces, max_size=12).map("".join), st.sampled_from([*FORMS, UNKNOWN]))
+def test_any_text_in_pieces_has_the_same_parts(text, form):
+    content, calls = read(text, form)
+    assert calls or "<think>" in text or content == text
 
 
 @pytest.mark.parametrize(
