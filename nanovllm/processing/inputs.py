@@ -122,8 +122,8 @@ class Inputs:
             raise refusal("prompt", prompt, no_tokenizer)
         try:
             if isinstance(content, str):
-                # a chat template writes the beginning itself
-                has_begun = content.startswith(self.tokenizer.bos_token or "\ud800")
+                begin = self.tokenizer.bos_token
+                has_begun = bool(begin) and content.startswith(begin)  # by a chat template
                 return content, self.tokens(content, add_special_tokens=not has_begun)
             text = content.text(self.tokenizer)
             return text, self.tokens(text, add_special_tokens=False)

@@ -162,7 +162,8 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
     """The first of TEXTS that does not become the same tokens, and the same text again."""
     for text in TEXTS:
-        ids = [tokenizer.encode(text, add_special_tokens=False).ids for tokenizer in (one, other)]
-        if ids[0] != ids[1] or one.decode(ids[0]) != other.decode(ids[0]):
+        ids = one.encode(text, add_special_tokens=False).ids
+        is_same = ids == other.encode(text, add_special_tokens=False).ids
+        if not is_same or one.decode(ids) != other.decode(ids):
             return text
     return None
