@@ -37,7 +37,7 @@ def check_supported(config) -> None:
     }
     found = [f"{name}={getattr(config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
-        here = "here the activation and the gates are silu, and an MLP has no biases"
+        here = "here the activation is silu, as are gates, and an MLP has no biases"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
 
 
