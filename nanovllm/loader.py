@@ -80,33 +80,33 @@ def load_config(path: Path):
         settings = stored.get("quantization_config")
         if not isinstance(settings, dict | None):
             raise ValueError(f"quantization_config={shown(settings)} is not a JSON object")
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if has_states(config):
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if has_states(hf_config):
             from nanovllm.topics.hybrid.model import text_config  # chapter 23
 
-            config = text_config(config, stored)
+            hf_config = text_config(hf_config, stored)
         else:
-            model_class(config).check(config)
-        if is_quantized(config) or [*path.glob("quant*_config.json")]:
+            model_class(hf_config).check(hf_config)
+        if is_quantized(hf_config) or [*path.glob("quant*_config.json")]:
             from nanovllm.topics.quantization.methods import find_method  # chapter 21
 
-            find_method(config, path)  # raises if it is not supported
+            find_method(hf_config, path)  # raises if it is not supported
         for name in SIZES:
-            value = getattr(config, name)
+            value = getattr(hf_config, name)
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
-        if len(rope_settings(config)) > 2 or window_of(config) or is_quantized(config):
+        if len(rope_settings(hf_config)) > 2 or window_of(hf_config) or is_quantized(hf_config):
             from nanovllm.topics.checks.families import check_settings  # chapter 05
 
-            check_settings(config)
+            check_settings(hf_config)
         # raises if the rope settings are invalid
-        model_class(config).rope_of(config, max_model_len=1)
-    return config
+        model_class(hf_config).rope_of(hf_config, max_model_len=1)
+    return hf_config
 
 
-def is_quantized(config) -> bool:
+def is_quantized(hf_config) -> bool:
     """Whether the checkpoint stores its weights in few bits."""
-    return bool(getattr(config, "quantization_config", None))
+    return bool(getattr(hf_config, "quantization_config", None))
 
 
 def load_tokenizer(path: Path):
@@ -125,17 +125,19 @@ def load_tokenizer(path: Path):
     return tokenizer
 
 
-def load_generation_config(path: Path, config, tokenizer) -> tuple[SamplingParams, frozenset[int]]:
+def load_generation_config(
+    path: Path, hf_config, tokenizer
+) -> tuple[SamplingParams, frozenset[int]]:
     """The model's default sampling parameters, and its end-of-sequence tokens: those of all its
     files, since a fine-tuned model often has its new one only in the tokenizer's."""
     file = path / "generation_config.json"
     settings = read_json(file)
     with reading(file):
         eos_token_ids = as_token_ids(settings.get("eos_token_id"))
-        for source in (config, tokenizer):
+        for source in (hf_config, tokenizer):
             eos_token_ids |= as_token_ids(getattr(source, "eos_token_id", None))
     # some models name one that they cannot draw
-    return default_params(file, settings), eos_token_ids & {*range(config.vocab_size)}
+    return default_params(file, settings), eos_token_ids & {*range(hf_config.vocab_size)}
 
 
 def as_token_ids(eos_token_id: object) -> frozenset[int]:
@@ -166,7 +168,7 @@ def default_params(file: Path, settings: dict) -> SamplingParams:
 
 def load_model(
     path: Path,
-    config,
+    hf_config,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -179,15 +181,15 @@ def load_model(
     weight: one by one, so that only one has both forms at a time."""
     files = weight_files(path)
     reader = Reader()
-    if is_quantized(config):
+    if is_quantized(hf_config):
         from nanovllm.topics.quantization.checkpoints import QuantizedReader  # chapter 21
 
-        reader = QuantizedReader(config, files)
-    if has_states(config):
+        reader = QuantizedReader(hf_config, files)
+    if has_states(hf_config):
         from nanovllm.topics.hybrid.checkpoint import TextReader  # chapter 23
 
-        reader = TextReader(reader, config, files)
-    model = new_model(config, max_model_len, dtype, device, ops)
+        reader = TextReader(reader, hf_config, files)
+    model = new_model(hf_config, max_model_len, dtype, device, ops)
     reader.add_parameters(model)
     missing = destinations(model)
     counts = Counter(module for module, *_ in missing.values())
@@ -206,7 +208,7 @@ def load_model(
                     is_whole = not counts[module] and isinstance(module, Linear)
                     if is_whole and module is not model.lm_head:
                         prepare(module)
-                elif not ignorable(name, config):
+                elif not ignorable(name, hf_config):
                     unexpected.append(name)
     if missing or unexpected:
         has_codes = any(name.endswith(".qweight") for name in unexpected)
@@ -222,13 +224,13 @@ def load_model(
     return model.eval()
 
 
-def model_class(config) -> Any:
+def model_class(hf_config) -> Any:
     """DenseModel, or that of another family with the same methods."""
-    if has_states(config):
+    if has_states(hf_config):
         from nanovllm.topics.hybrid.model import HybridModel  # chapter 23
 
         return HybridModel
-    if config.model_type == "qwen3_moe":
+    if hf_config.model_type == "qwen3_moe":
         from nanovllm.models.experts import ExpertsModel
 
         return ExpertsModel
@@ -236,18 +238,18 @@ def model_class(config) -> Any:
 
 
 def new_model(
-    config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
+    hf_config, max_model_len: int, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> DenseModel:
     """A model with parameters that have no memory yet, but the embedding.
 
     PyTorch's default dtype and device are left alone: they belong to the whole process.
     """
-    new = model_class(config)
-    rope = new.rope_of(config, max_model_len)
+    new = model_class(hf_config)
+    rope = new.rope_of(hf_config, max_model_len)
     with torch.device("meta"):  # a tensor there has a dtype and a shape, but no memory
-        model = new(config, rope.to(device), ops).to(dtype).requires_grad_(False)
+        model = new(hf_config, rope.to(device), ops).to(dtype).requires_grad_(False)
     embedding = model.model.embed_tokens.to_empty(device=device)
-    if config.tie_word_embeddings:
+    if hf_config.tie_word_embeddings:
         model.lm_head.weight = embedding.weight
     return model
 
@@ -267,10 +269,10 @@ def destinations(model: nn.Module) -> dict[str, tuple]:
     return table
 
 
-def ignorable(name: str, config) -> bool:
+def ignorable(name: str, hf_config) -> bool:
     """Whether a tensor is not needed: some checkpoints repeat the tied head, or store the rotary
     frequencies, which we compute."""
-    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
+    is_tied_head = name == "lm_head.weight" and hf_config.tie_word_embeddings
     return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 

@@ -19,57 +19,60 @@ MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 HYBRID_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")  # topics/hybrid
 
 
-def has_states(config) -> bool:
+def has_states(hf_config) -> bool:
     """Whether some layers have a state instead of a KV cache: chapter 23."""
-    return config.model_type in HYBRID_TYPES
+    return hf_config.model_type in HYBRID_TYPES
 
 
-def check_supported(config) -> None:
+def check_supported(hf_config) -> None:
     """Raises ValueError for a Hugging Face config with parts that are not implemented here. It
     names all of them."""
     refused = {
         # transformers makes another type of some configs
-        "model_type": config.model_type not in MODEL_TYPES + HYBRID_TYPES,
-        "hidden_act": config.hidden_act != "silu",
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "output_gate_type": getattr(config, "output_gate_type", None)
+        "model_type": hf_config.model_type not in MODEL_TYPES + HYBRID_TYPES,
+        "hidden_act": hf_config.hidden_act != "silu",
+        "mlp_bias": getattr(hf_config, "mlp_bias", False),
+        "output_gate_type": getattr(hf_config, "output_gate_type", None)
         not in (None, "swish", "silu"),
     }
-    found = [f"{name}={getattr(config, name)!r}" for name, is_bad in refused.items() if is_bad]
+    found = [f"{name}={getattr(hf_config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
         here = "here the activation is silu, as are gates, and an MLP has no biases"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
 
 
-def head_dim_of(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def head_dim_of(hf_config) -> int:
+    return (
+        getattr(hf_config, "head_dim", None)
+        or hf_config.hidden_size // hf_config.num_attention_heads
+    )
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer: int, ops: Ops):
+    def __init__(self, hf_config, layer: int, ops: Ops):
         super().__init__()
         self.layer = layer
         self.ops = ops
-        self.head_dim = head_dim_of(config)
+        self.head_dim = head_dim_of(hf_config)
         self.scale = self.head_dim**-0.5
-        heads = config.num_attention_heads
-        kv_heads = config.num_key_value_heads
+        heads = hf_config.num_attention_heads
+        kv_heads = hf_config.num_key_value_heads
         self.sizes = [heads, kv_heads, kv_heads]  # of q, k and v
         parts = {
             "q_proj": heads * self.head_dim,
             "k_proj": kv_heads * self.head_dim,
             "v_proj": kv_heads * self.head_dim,
         }
-        qkv_bias = o_bias = getattr(config, "attention_bias", False)
-        if config.model_type == "qwen2":
+        qkv_bias = o_bias = getattr(hf_config, "attention_bias", False)
+        if hf_config.model_type == "qwen2":
             qkv_bias, o_bias = True, False
         self.q_norm = None
         self.k_norm = None
-        if config.model_type.startswith("qwen3"):
-            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
-        self.o_proj = Linear(parts["q_proj"], config.hidden_size, o_bias)
+        if hf_config.model_type.startswith("qwen3"):
+            self.q_norm = nn.RMSNorm(self.head_dim, hf_config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, hf_config.rms_norm_eps)
+        self.qkv_proj = Linear(hf_config.hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(parts["q_proj"], hf_config.hidden_size, o_bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -80,12 +83,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config, ops: Ops):
+    def __init__(self, hf_config, ops: Ops):
         super().__init__()
         self.ops = ops
-        size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size})
-        self.down_proj = Linear(size, config.hidden_size)
+        size = hf_config.intermediate_size
+        self.gate_up_proj = Linear(hf_config.hidden_size, {"gate_proj": size, "up_proj": size})
+        self.down_proj = Linear(size, hf_config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
@@ -94,13 +97,13 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config, layer: int, ops: Ops):
+    def __init__(self, hf_config, layer: int, ops: Ops):
         super().__init__()
         self.ops = ops
-        self.self_attn = Attention(config, layer, ops)
-        self.mlp = MLP(config, ops)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(hf_config, layer, ops)
+        self.mlp = MLP(hf_config, ops)
+        self.input_layernorm = nn.RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
     def forward(
         self, residual: Tensor, x: Tensor, cos_sin: Tensor, batch: Batch
@@ -117,13 +120,13 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config, ops: Ops):
+    def __init__(self, hf_config, ops: Ops):
         super().__init__()
-        table = torch.empty(config.vocab_size, config.hidden_size)
+        table = torch.empty(hf_config.vocab_size, hf_config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table)
-        layers = [DecoderLayer(config, i, ops) for i in range(config.num_hidden_layers)]
+        layers = [DecoderLayer(hf_config, i, ops) for i in range(hf_config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
 
 class DenseModel(nn.Module):
@@ -135,19 +138,19 @@ class DenseModel(nn.Module):
     check = staticmethod(check_supported)
     states: Any = None  # a StateCache, in a hybrid model (chapter 23)
 
-    def __init__(self, config, rope: Tensor, ops: Ops):
+    def __init__(self, hf_config, rope: Tensor, ops: Ops):
         super().__init__()
         self.ops = ops
-        self.num_kv_heads = config.num_key_value_heads
-        self.num_kv_layers = config.num_hidden_layers
-        self.is_tied = config.tie_word_embeddings  # the head has the embedding's weight
+        self.num_kv_heads = hf_config.num_key_value_heads
+        self.num_kv_layers = hf_config.num_hidden_layers
+        self.is_tied = hf_config.tie_word_embeddings  # the head has the embedding's weight
         self.rope = rope
-        self.model = Decoder(config, ops)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.model = Decoder(hf_config, ops)
+        self.lm_head = Linear(hf_config.hidden_size, hf_config.vocab_size)
 
     @staticmethod
-    def rope_of(config, max_model_len: int) -> Tensor:
-        return rope_table(config, head_dim_of(config), max_model_len)
+    def rope_of(hf_config, max_model_len: int) -> Tensor:
+        return rope_table(hf_config, head_dim_of(hf_config), max_model_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids [T] int64, positions [T] int64 -> hidden states [T, hidden_size]."""

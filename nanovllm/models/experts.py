@@ -17,23 +17,23 @@ from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import DenseModel, check_supported
 
 
-def check_experts(config) -> None:
+def check_experts(hf_config) -> None:
     """Raises ValueError for a config that check_supported refuses, or whose experts make no
     sense."""
-    check_supported(config)
+    check_supported(hf_config)
     names = ("num_experts", "moe_intermediate_size", "decoder_sparse_step", "num_experts_per_tok")
     for name in names:
-        most = config.num_experts if name == "num_experts_per_tok" else 2**31
-        value = getattr(config, name)
+        most = hf_config.num_experts if name == "num_experts_per_tok" else 2**31
+        value = getattr(hf_config, name)
         if not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name}={value!r} is not an integer from 1 to {most}")
 
 
-def has_experts(config, layer: int) -> bool:
+def has_experts(hf_config, layer: int) -> bool:
     """Whether this layer has experts. The other layers have one MLP, as in a dense model."""
-    if layer in config.mlp_only_layers:
+    if layer in hf_config.mlp_only_layers:
         return False
-    return (layer + 1) % config.decoder_sparse_step == 0
+    return (layer + 1) % hf_config.decoder_sparse_step == 0
 
 
 class Router(Linear):
@@ -42,10 +42,10 @@ class Router(Linear):
 
     is_router = True
 
-    def __init__(self, config):
-        super().__init__(config.hidden_size, config.num_experts)
-        self.top = config.num_experts_per_tok
-        self.is_normalized = config.norm_topk_prob
+    def __init__(self, hf_config):
+        super().__init__(hf_config.hidden_size, hf_config.num_experts)
+        self.top = hf_config.num_experts_per_tok
+        self.is_normalized = hf_config.norm_topk_prob
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x [T, in] -> the weights of the chosen experts, fp32 [T, top], and the experts, int64
@@ -64,12 +64,12 @@ class Experts(nn.Module):
     """The experts of a layer. Its result is a sum, to which each rank of tensor parallelism
     contributes (chapter 18)."""
 
-    def __init__(self, config, ops: Ops):
+    def __init__(self, hf_config, ops: Ops):
         super().__init__()
         self.ops = ops
-        hidden = config.hidden_size
-        size = config.moe_intermediate_size
-        count = config.num_experts
+        hidden = hf_config.hidden_size
+        size = hf_config.moe_intermediate_size
+        count = hf_config.num_experts
         product = choose_product(ops.NAME)
         self.gate_up_proj = Stack(hidden, {"gate_proj": size, "up_proj": size}, count, product)
         self.down_proj = Stack(size, {"down_proj": hidden}, count, product)
@@ -97,10 +97,10 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Takes the place of MLP. The names are those of the checkpoint."""
 
-    def __init__(self, config, ops: Ops):
+    def __init__(self, hf_config, ops: Ops):
         super().__init__()
-        self.gate = Router(config)
-        self.experts = Experts(config, ops)
+        self.gate = Router(hf_config)
+        self.experts = Experts(hf_config, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x)
@@ -152,11 +152,11 @@ class ExpertsModel(DenseModel):
     check = staticmethod(check_experts)
     view = staticmethod(OneByOne)
 
-    def __init__(self, config, rope: Tensor, ops: Ops):
-        super().__init__(config, rope, ops)
+    def __init__(self, hf_config, rope: Tensor, ops: Ops):
+        super().__init__(hf_config, rope, ops)
         for i, layer in enumerate(self.model.layers):
-            if has_experts(config, i):
-                layer.mlp = SparseMLP(config, ops)  # on the meta device: the MLP had no memory
+            if has_experts(hf_config, i):
+                layer.mlp = SparseMLP(hf_config, ops)  # on the meta device: the MLP had no memory
 
 
 def choose_product(backend: str) -> Callable:

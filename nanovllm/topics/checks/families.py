@@ -110,23 +110,23 @@ CODE_KEYS = {  # of quantization: what the codes mean, and how they were made
 }
 
 
-def check_settings(config) -> None:
+def check_settings(hf_config) -> None:
     """Logs what is special in a supported config: a sliding window, and keys that are not read."""
-    settings = rope_settings(config)
-    if not getattr(config, "rope_scaling", None):  # transformers 4, and a file that 5 has saved
-        config.rope_scaling = settings
-        config.rope_theta = settings["rope_theta"]
+    settings = rope_settings(hf_config)
+    if not getattr(hf_config, "rope_scaling", None):  # transformers 4, and a file that 5 has saved
+        hf_config.rope_scaling = settings
+        hf_config.rope_theta = settings["rope_theta"]
     known = ALWAYS | ROPE_KEYS[settings["rope_type"]]
-    if has_states(config):
+    if has_states(hf_config):
         known |= HYBRID_KEYS
-    codes = dict(getattr(config, "quantization_config", None) or {})
+    codes = dict(getattr(hf_config, "quantization_config", None) or {})
     for name, unread in (("rope", {*settings} - known), ("quantization", {*codes} - CODE_KEYS)):
         if unread:
             logger.warning(
                 "of the %s settings, %s is not known, and not read", name, sorted(unread)
             )
-    window = window_of(config)
-    if window and window < config.max_position_embeddings:
+    window = window_of(hf_config)
+    if window and window < hf_config.max_position_embeddings:
         logger.warning("the context ends at %d tokens, with the model's sliding window", window)
 
 

@@ -21,9 +21,9 @@ SKIPPED = ("model.visual.", "mtp.")  # of images, and of guesses of further toke
 class TextReader(Reader):
     """Lets another reader read the files. The loader sees the names of `HybridModel`."""
 
-    def __init__(self, reader: Reader, config, files: list[Path]):
+    def __init__(self, reader: Reader, hf_config, files: list[Path]):
         self.reader = reader
-        self.order = order_of(config)
+        self.order = order_of(hf_config)
         names: list[str] = []
         for file in files:
             with opened(file) as tensors:

@@ -58,14 +58,14 @@ class Rows:
                 self.chunks.append((b, tokens))
 
 
-def state_shapes(config) -> list[tuple[int, ...]]:
+def state_shapes(hf_config) -> list[tuple[int, ...]]:
     """The shapes of what a sequence has in a layer: a tail [width, channels], and states [value
     heads, key size, value size]."""
-    key_size = config.linear_key_head_dim
-    value_size = config.linear_value_head_dim
-    num_keys = config.linear_num_key_heads * key_size
-    heads = config.linear_num_value_heads
-    width = config.linear_conv_kernel_dim - 1
+    key_size = hf_config.linear_key_head_dim
+    value_size = hf_config.linear_value_head_dim
+    num_keys = hf_config.linear_num_key_heads * key_size
+    heads = hf_config.linear_num_value_heads
+    width = hf_config.linear_conv_kernel_dim - 1
     channels = 2 * num_keys + heads * value_size
     return [(width, channels), (heads, key_size, value_size)]
 
@@ -76,12 +76,12 @@ class GatedDeltaNet(nn.Module):
     tails: Tensor  # [slots, width, channels] fp32
     states: Tensor  # [slots, value heads, key size, value size] fp32
 
-    def __init__(self, config, ops: Ops):
+    def __init__(self, hf_config, ops: Ops):
         super().__init__()
-        self.state_shapes = state_shapes(config)
+        self.state_shapes = state_shapes(hf_config)
         (width, channels), (heads, _, value_size) = self.state_shapes
         self.value_heads = heads
-        self.key_sizes = (config.linear_num_key_heads, config.linear_key_head_dim)
+        self.key_sizes = (hf_config.linear_num_key_heads, hf_config.linear_key_head_dim)
         num_values = heads * value_size
         self.sizes = [channels, num_values]  # of qkv and z
         parts = {
@@ -92,13 +92,13 @@ class GatedDeltaNet(nn.Module):
             "in_proj_b": heads,
             "in_proj_a": heads,
         }
-        self.in_proj_qkvz = Linear(config.hidden_size, parts)
-        self.in_proj_ba = Linear(config.hidden_size, gates)
+        self.in_proj_qkvz = Linear(hf_config.hidden_size, parts)
+        self.in_proj_ba = Linear(hf_config.hidden_size, gates)
         self.conv1d = nn.Conv1d(channels, channels, width + 1, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.norm = nn.RMSNorm(value_size, config.rms_norm_eps)
-        self.out_proj = Linear(num_values, config.hidden_size)
+        self.norm = nn.RMSNorm(value_size, hf_config.rms_norm_eps)
+        self.out_proj = Linear(num_values, hf_config.hidden_size)
         self.ops = ops
 
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:

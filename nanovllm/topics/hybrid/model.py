@@ -23,12 +23,12 @@ from nanovllm.topics.hybrid.delta import GatedDeltaNet, Rows
 KINDS = ["full_attention", "linear_attention"]  # of layers
 
 
-def text_config(config, stored: dict) -> Any:
+def text_config(hf_config, stored: dict) -> Any:
     """The config of the language model, from that of the whole checkpoint, in which the defaults of
     transformers do not count: `stored` is the file. Raises ValueError if it is not supported."""
-    text = getattr(config, "text_config", config)
+    text = getattr(hf_config, "text_config", hf_config)
     for name in ("tie_word_embeddings", "quantization_config", "dtype"):
-        value = getattr(config, name, None)
+        value = getattr(hf_config, name, None)
         if value is not None and (name != "tie_word_embeddings" or name in stored):
             setattr(text, name, value)
     if "moe" in text.model_type:
@@ -58,17 +58,17 @@ def text_config(config, stored: dict) -> Any:
 # --- rotation of a part of a head ---
 
 
-def rotary_size(config) -> int:
+def rotary_size(hf_config) -> int:
     """How many numbers of a head are rotated."""
-    settings = rope_settings(config)
-    return int(head_dim_of(config) * settings.get("partial_rotary_factor", 1.0))
+    settings = rope_settings(hf_config)
+    return int(head_dim_of(hf_config) * settings.get("partial_rotary_factor", 1.0))
 
 
-def order_of(config) -> Tensor:
+def order_of(hf_config) -> Tensor:
     """The order of a head's numbers in which all kernels can rotate it. They rotate each number of
     the first half with one of the second, so each half begins with half of what is rotated."""
-    middle = rotary_size(config) // 2
-    size = head_dim_of(config)
+    middle = rotary_size(hf_config) // 2
+    size = head_dim_of(hf_config)
     numbers = torch.arange(size, device="cpu")
     sizes = [middle, middle, size - 2 * middle]
     first, second, rest = numbers.split(sizes)
@@ -82,8 +82,8 @@ def order_of(config) -> Tensor:
 class GatedAttention(Attention):
     """Attention with a gate. `layer` counts only layers of this kind."""
 
-    def __init__(self, config, layer: int, ops: Ops, device: torch.device):
-        super().__init__(config, layer, ops)
+    def __init__(self, hf_config, layer: int, ops: Ops, device: torch.device):
+        super().__init__(hf_config, layer, ops)
         size = self.head_dim
         heads, kv_heads, _ = self.sizes
         parts = {
@@ -91,7 +91,7 @@ class GatedAttention(Attention):
             "k_proj": kv_heads * size,
             "v_proj": kv_heads * size,
         }
-        self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
+        self.qkv_proj = Linear(hf_config.hidden_size, parts, hf_config.attention_bias)
         # q_proj gives q and gate of the first head, then those of the second ...
         num_parts = 2 * (heads + kv_heads)
         with torch.device("cpu"):
@@ -99,7 +99,7 @@ class GatedAttention(Attention):
         queries = numbers[: 2 * heads : 2]
         keys, values = numbers[2 * heads :].chunk(2)
         rotated = torch.cat([queries, keys])
-        rotated = rotated[:, order_of(config)]
+        rotated = rotated[:, order_of(hf_config)]
         order = torch.cat([rotated, values])
         self.order = order.flatten().to(device)
 
@@ -119,10 +119,10 @@ class GatedAttention(Attention):
 class SharedMLP(SparseMLP):
     """Experts, and one that all tokens share, with a gate."""
 
-    def __init__(self, config, ops: Ops):
-        super().__init__(config, ops)
-        self.shared_expert = MLP(config, ops)
-        self.shared_expert_gate = Linear(config.hidden_size, 1)
+    def __init__(self, hf_config, ops: Ops):
+        super().__init__(hf_config, ops)
+        self.shared_expert = MLP(hf_config, ops)
+        self.shared_expert_gate = Linear(hf_config.hidden_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.shared_expert_gate(x).sigmoid()
@@ -136,21 +136,21 @@ class HybridModel(DenseModel):
 
     view = staticmethod(OneByOne)
 
-    def __init__(self, config, rope: Tensor, ops: Ops):
-        super().__init__(config, rope, ops)
-        self.width = config.linear_conv_kernel_dim - 1
+    def __init__(self, hf_config, rope: Tensor, ops: Ops):
+        super().__init__(hf_config, rope, ops)
+        self.width = hf_config.linear_conv_kernel_dim - 1
         self.num_kv_layers = 0
-        for layer, kind in zip(self.model.layers, config.layer_types):
+        for layer, kind in zip(self.model.layers, hf_config.layer_types):
             del layer.self_attn
             if kind == "full_attention":
-                layer.self_attn = GatedAttention(config, self.num_kv_layers, ops, rope.device)
+                layer.self_attn = GatedAttention(hf_config, self.num_kv_layers, ops, rope.device)
                 self.num_kv_layers += 1
             else:
-                layer.linear_attn = GatedDeltaNet(config, ops)
+                layer.linear_attn = GatedDeltaNet(hf_config, ops)
                 # as the layer calls it, but without parameters of this name
                 vars(layer)["self_attn"] = layer.linear_attn
-            if "moe" in config.model_type:
-                layer.mlp = SharedMLP(config, ops)
+            if "moe" in hf_config.model_type:
+                layer.mlp = SharedMLP(hf_config, ops)
 
     def to(self, dtype: torch.dtype) -> "HybridModel":  # type: ignore[override]
         """Norms, convolutions and decays stay in fp32: they are few numbers, and 1 + weight would
@@ -163,13 +163,13 @@ class HybridModel(DenseModel):
         return self
 
     @staticmethod
-    def rope_of(config, max_model_len: int) -> Tensor:
+    def rope_of(hf_config, max_model_len: int) -> Tensor:
         """The angles of all positions, for heads in the order of `order_of`. The numbers that are
         not rotated have the angle 0."""
-        size = rotary_size(config)
-        angles = rope_table(config, size, max_model_len)
+        size = rotary_size(hf_config)
+        angles = rope_table(hf_config, size, max_model_len)
         cos, sin = angles.chunk(2, -1)
-        rest = (head_dim_of(config) - size) // 2
+        rest = (head_dim_of(hf_config) - size) // 2
         whole_cos = F.pad(cos, (0, rest), value=1.0)
         whole_sin = F.pad(sin, (0, rest))
         return torch.cat([whole_cos, whole_sin], -1)

@@ -11,17 +11,17 @@ from nanovllm.topics.parallel.shards import Part, Shard
 
 
 class HybridShard(Shard):
-    def __init__(self, config, rank: int, size: int):
-        super().__init__(config, rank, size)
-        key_heads = config.linear_num_key_heads
-        value_heads = config.linear_num_value_heads
+    def __init__(self, hf_config, rank: int, size: int):
+        super().__init__(hf_config, rank, size)
+        key_heads = hf_config.linear_num_key_heads
+        value_heads = hf_config.linear_num_value_heads
         if key_heads % size:
             problem = f"{key_heads} key heads of linear attention cannot be divided by it"
             raise refusal("tensor_parallel_size", size, problem)
         self.config.linear_num_key_heads = key_heads // size
         self.config.linear_num_value_heads = value_heads // size
-        keys = Part(key_heads * config.linear_key_head_dim, rank, size)
-        values = Part(value_heads * config.linear_value_head_dim, rank, size)
+        keys = Part(key_heads * hf_config.linear_key_head_dim, rank, size)
+        values = Part(value_heads * hf_config.linear_value_head_dim, rank, size)
         self.heads = Part(value_heads, rank, size)
         self.qkv = [keys, keys, values]
         queries = self.rows["q_proj"].length

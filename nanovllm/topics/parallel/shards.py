@@ -47,17 +47,17 @@ class Shard:
     same one. The intermediate size and the vocabulary are rounded up: the last ranks have zeros
     there."""
 
-    def __init__(self, config, rank: int, size: int):
+    def __init__(self, hf_config, rank: int, size: int):
         self.rank = rank
-        heads = config.num_attention_heads
-        kv_heads = config.num_key_value_heads
+        heads = hf_config.num_attention_heads
+        kv_heads = hf_config.num_key_value_heads
         check_heads(size, heads, kv_heads)
-        head_dim = head_dim_of(config)
+        head_dim = head_dim_of(hf_config)
         kv_parts = min(size, kv_heads)
         mine = Part(heads * head_dim, rank, size)
         kv = Part(kv_heads * head_dim, rank * kv_parts // size, kv_parts)
-        middle = Part(config.intermediate_size, rank, size)
-        words = Part(config.vocab_size, rank, size)
+        middle = Part(hf_config.intermediate_size, rank, size)
+        words = Part(hf_config.vocab_size, rank, size)
         self.rows = {  # of W [out, in]
             "q_proj": mine,
             "k_proj": kv,
@@ -68,9 +68,9 @@ class Shard:
             "lm_head": words,
         }
         self.columns = {"o_proj": mine, "down_proj": middle}
-        size_of_expert = getattr(config, "moe_intermediate_size", 0)
+        size_of_expert = getattr(hf_config, "moe_intermediate_size", 0)
         self.of_expert = Part(size_of_expert, rank, size)
-        self.config = deepcopy(config)  # of a model that is as large as the shard
+        self.config = deepcopy(hf_config)  # of a model that is as large as the shard
         self.config.head_dim = head_dim
         self.config.num_attention_heads = heads // size
         self.config.num_key_value_heads = kv_heads // kv_parts

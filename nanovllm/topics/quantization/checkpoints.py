@@ -62,8 +62,8 @@ class QuantizedReader(Reader):
     """Reads the files of a quantized checkpoint. Before a weight is read, each tensor's dtype and
     shape are compared with the others of its layer. ValueError names the tensor that is wrong."""
 
-    def __init__(self, config, files: list[Path]):
-        method = method_of(config)
+    def __init__(self, hf_config, files: list[Path]):
+        method = method_of(hf_config)
         assert method is not None
         self.method = method
         self.stored: dict[str, Stored] = {}
@@ -81,7 +81,7 @@ class QuantizedReader(Reader):
                 self.codes[layer] = self.codes_of(layer)
             elif stored.dtype == "F8_E4M3":
                 self.check_fp8(name)
-        if config.tie_word_embeddings and "lm_head" in self.codes:
+        if hf_config.tie_word_embeddings and "lm_head" in self.codes:
             raise self.wrong("lm_head.qweight", "cannot be loaded: tie_word_embeddings is true")
         if not method.has_codes:
             logger.info("The FP8 weights of the checkpoint are converted while it loads")

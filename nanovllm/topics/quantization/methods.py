@@ -37,10 +37,10 @@ class Method(NamedTuple):
         return self.name != "fp8"
 
 
-def method_of(config) -> Method | None:
+def method_of(hf_config) -> Method | None:
     """The method in a model's Hugging Face config, if it has one. Raises ValueError if the method
     is not supported."""
-    stored: dict[str, Any] = dict(getattr(config, "quantization_config", None) or {})
+    stored: dict[str, Any] = dict(getattr(hf_config, "quantization_config", None) or {})
     if not stored:
         return None
     if "quant_method" not in stored:
@@ -74,11 +74,11 @@ def with_allowed(name: str, stored: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def find_method(config, path: Path) -> None:
+def find_method(hf_config, path: Path) -> None:
     """Raises ValueError if the method is not supported. Old tools have written the settings into a
     file of their own: then config.quantization_config is set."""
     for name, method in OLD_FILES.items():
-        if (path / name).is_file() and not getattr(config, "quantization_config", None):
+        if (path / name).is_file() and not getattr(hf_config, "quantization_config", None):
             stored = json.loads((path / name).read_text(encoding="utf-8"))
-            config.quantization_config = {"quant_method": method, **stored}
-    method_of(config)
+            hf_config.quantization_config = {"quant_method": method, **stored}
+    method_of(hf_config)
