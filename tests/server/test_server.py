@@ -4,13 +4,10 @@ one sentence that names the field.
 Run: pytest tests/server/test_server.py [-k echo]
 """
 
-import itertools
 import json
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from server_tools import (
     CHATS,
     COMPLETIONS,
@@ -20,7 +17,6 @@ from server_tools import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.topics.server.parsing import Parser, Parts
 
 MODEL = "org/tiny"
 PROMPT = "Once upon a time there was"
@@ -759,42 +755,3 @@ def test_the_usage_of_each_event(server):
     *events, last = server.events(COMPLETIONS, {**body, "stream_options": options})
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
     assert events[-1]["usage"]["total_tokens"] == last["usage"]["total_tokens"]
-
-
-# --- parsing ---
-
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-PIECES = ('{"name": "f", "arguments": {"x": 1}}', "\n", "<", "think>", "</", "a", " ", "é")
-pieces = st.sampled_from((*TAGS, *PIECES)) | st.text(max_size=3)
-cuts = st.lists(st.integers(0, 200), max_size=12)
-
-
-def parsed(text: str, cuts: list[int], prompt: str | None, has_tools: bool) -> Parts:
-    parser = Parser(prompt, has_tools)
-    parts = Parts()
-    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    for i, (begin, end) in enumerate(itertools.pairwise(ends), 2):
-        new = parser.add(text[begin:end], is_last=i == len(ends))
-        parts.reasoning += new.reasoning
-        parts.content += new.content
-        parts.tool_calls += new.tool_calls
-    for call in parts.tool_calls:
-        del call["id"]
-    return parts
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(pieces, max_size=12).map("".join),
-    cuts,
-    st.sampled_from([None, "<think>\n"]),
-    st.booleans(),
-)
-def test_a_text_in_pieces_has_the_same_parts(text, cuts, prompt, has_tools):
-    whole = parsed(text, [], prompt, has_tools)
-    assert parsed(text, cuts, prompt, has_tools) == whole
-    assert parsed(text, [*range(len(text))], prompt, has_tools) == whole
-    if "<think>" not in text and prompt is None and not whole.tool_calls:
-        assert whole == Parts(content=text)
-    kept = (whole.reasoning + whole.content).replace("\n", "")
-    assert len(kept) <= len(text)
