@@ -7,16 +7,8 @@ import json
 
 import pytest
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.rotary import rope_table
@@ -39,15 +31,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"rope_scaling": YARN}, ""),
         ({"rope_scaling": YARN | {"attn_factor": 0.5}}, ""),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "slow_factor": 1}}, "'slow_factor'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "a": 1}}, "rope settings, ['a']"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}, "'partial_rotary_factor'"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "turns": 1}}, "'turns'"),
         ({"model_type": "mistral", "sliding_window": 64}, "ends at 64 tokens"),
         ({"model_type": "mistral", "sliding_window": 4096}, ""),
-        ({"model_type": "mistral", "sliding_window": None}, ""),
     ],
 )  # fmt: skip
 def test_the_log_says_what_is_not_read(tmp_path, caplog, changes, said):
@@ -56,9 +45,7 @@ def test_the_log_says_what_is_not_read(tmp_path, caplog, changes, said):
     assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "key, scale", [("attn_factor", 0.8782488562869419), ("attention_factor", 1.0)]
-)
+@pytest.mark.parametrize("key, scale", [("attn_factor", 0.87824886), ("attention_factor", 1.0)])
 def test_the_factor_of_yarn(tmp_path, key, scale):
     """DeepSeek-R1-0528-Qwen3-8B undoes the factor 0.1 ln 4 + 1."""
     config = config_of(tmp_path, rope_parameters=YARN | {"rope_theta": 1e6, key: scale})
@@ -86,13 +73,13 @@ def test_a_context_within_the_window(tmp_path):
     assert output.outputs[0].token_ids == ids[0, 12:].tolist()
 
 
-@pytest.mark.parametrize("place", ["inner", "outer"])
-def test_tied_embeddings_of_qwen35(tmp_path, place):
+@pytest.mark.parametrize("is_inner", [True, False])
+def test_tied_embeddings_of_qwen35(tmp_path, is_inner):
     save(new_model("qwen3_5_text"), tmp_path)
     text = json.loads((tmp_path / "config.json").read_bytes())
     text.pop("tie_word_embeddings", None)
     config = {"model_type": "qwen3_5", "text_config": text}
-    (config if place == "outer" else text)["tie_word_embeddings"] = True
+    (text if is_inner else config)["tie_word_embeddings"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(tmp_path).tie_word_embeddings
 
@@ -100,20 +87,20 @@ def test_tied_embeddings_of_qwen35(tmp_path, place):
 # --- tokenizers ---
 
 
-def trained(pre_tokenizer, decoder, normalizer=None, **options) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(**options))
+def trained(pre_tokenizer, decoder, normalizer=None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoder
     tokenizer.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([*TEXTS] * 20, trainer)
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     return tokenizer
 
 
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])
+BYTES = ByteLevel(add_prefix_space=False)
+DIGITS = Sequence([Digits(individual_digits=True), BYTES])
 PIECES = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 SPACES = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
 
@@ -162,35 +149,26 @@ def test_a_text_that_begins_itself_gets_one_beginning():
 # --- what is downloaded, what is refused ---
 
 
-@pytest.mark.parametrize("shards", [["model-1-of-2.safetensors", "model-2-of-2.safetensors"], None])
-def test_only_the_weights_that_the_index_names_are_downloaded(monkeypatch, tmp_path, shards):
+@pytest.mark.parametrize("weights", [["1-of-2.safetensors", "2-of-2.safetensors"], None])
+def test_only_the_weights_that_the_index_names_are_downloaded(monkeypatch, tmp_path, weights):
     from huggingface_hub.utils import filter_repo_objects
 
-    weights = shards or ["model.safetensors"]
-    others = [
-        "consolidated.safetensors",
-        "fp16/model.safetensors",
-        "a/config.json",
-        "tokenizer.model",
-    ]
-    found: set[str] = set()
+    others = ["consolidated.safetensors", "fp16/model.safetensors", "a/config.json", "config.json"]
+    texts = dict.fromkeys(others + (weights or ["model.safetensors"]), "")
+    if weights:
+        index = {"weight_map": dict(enumerate(weights))}
+        texts["model.safetensors.index.json"] = json.dumps(index)
+    found = []
 
-    def download(model, allow_patterns, ignore_patterns=None):
-        options = dict(allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-        names = ["config.json", "model.safetensors.index.json"][: 2 if shards else 1]
-        for name in filter_repo_objects([*weights, *others, *names], **options):
-            found.add(name)
-            (tmp_path / name).write_text(
-                json.dumps({"weight_map": dict.fromkeys("abc", weights[0])})
-            )
-            if name.endswith("index.json"):
-                (tmp_path / name).write_text(json.dumps({"weight_map": dict(enumerate(weights))}))
+    def download(model, **patterns):
+        for name in filter_repo_objects(texts, **patterns):
+            found.append(name)
+            (tmp_path / name).write_text(texts[name])
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert find_model("mistralai/Some-7B") == tmp_path
-    assert {name for name in found if not name.endswith(".json")} == {*weights}
-    assert "a/config.json" not in found
+    assert {*found} == {*texts} - {*others[:3]}
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "someone/Llama-3.2-1B-GGUF", "folder"])
@@ -207,8 +185,6 @@ def test_gguf_is_named(tmp_path, name):
     "changes, said",
     [
         ({"model_type": "smollm3"}, r"smollm3' \(layers without rotation\)"),
-        ({"model_type": "olmo2"}, r"olmo2' \(norms behind attention and MLP\)"),
-        ({"mlp_bias": True}, "mlp_bias=True is not supported.*no biases"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported"),
     ],
 )

@@ -154,8 +154,12 @@ def test_what_cannot_be_done_is_refused_with_its_place(server, more, param, said
 def test_reasoning_comes_before_a_form(choice):
     """If the template opens it, and a token closes it. This model repeats what it is told."""
     person = '{"name":"ada","age":9}'
+    said = person
     more = {"tools": TOOLS, "tool_choice": choice} if choice else {"response_format": SCHEMA}
-    for opens, text in ((True, "so</think>" + person), (False, person)):
+    if choice:
+        person = '{"name": "ada", "age": 9}'
+        said = f'<tool_call>\n{{"name": "greet", "arguments": {person}}}\n</tool_call>'
+    for opens, text in ((True, "so</think>" + said), (False, said)):
         llm = new_parrot()
         llm.inputs.vocab_size += llm.tokenizer.add_tokens(["</think>"])
         body = {"messages": [{"role": "user", "content": text}], **more}

@@ -575,14 +575,9 @@ def message_of(parrot, text: str, **body) -> dict:
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 NO_CALLS = (
-    "<tool_call>\nno json\n</tool_call>\n\nafter",
     '<tool_call>{"arguments": {}}</tool_call>',
-    '<tool_call>{"name": 5}</tool_call>',
-    "<tool_call>\n\n[]</tool_call>",
-    "a\n<tool_call>\n",
     f"a{CALL[:-3]}",
     "a<tool_cal",
-    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>',
     '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>',
 )
@@ -593,16 +588,13 @@ SAID = {
     "<think>for ever": ("for ever", ""),
     "\n<think>a</think>b": ("a", "b"),
     "no <think>tags</think>": ("", "no <think>tags</think>"),
-    "<thin": ("", "<thin"),
     "</think>": ("", "</think>"),
     "<think>a</thin</think>b": ("a</thin", "b"),
     "<think>é☃</think>\U0001f600": ("é☃", "\U0001f600"),
     f"<think>I add.</think>Well:\n{CALL}\n{CALL}": ("I add.", "Well:\n", {"a": 1, "b": "é"}, {"a": 1, "b": "é"}),
     CALL: ("", None, {"a": 1, "b": "é"}),
-    '<tool_call>{"name":"f","parameters":{"a":1}}</tool_call>': ("", None, {"a": 1}),
     '<tool_call>{"name":"f","arguments":null}</tool_call>': ("", None, {}),
     '<tool_call>{"name":"f"}</tool_call>': ("", None, {}),
-    '<tool_call>{"name":"f","arguments":{"a":"</tool_call>"}}</tool_call>': ("", None, {"a": "</tool_call>"}),
     '<tool_call>{"name":"f","arguments":{"a":"\\"</tool_call>"}}</tool_call>': ("", None, {"a": '"</tool_call>'}),
     **{text: ("", text) for text in NO_CALLS},
 }  # fmt: skip

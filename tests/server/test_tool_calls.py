@@ -15,21 +15,16 @@ from server_tools import Running
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_tokenizer
+from nanovllm.topics.server import tool_calls
 from nanovllm.topics.server.parsing import Parser, Parts
-from nanovllm.topics.server.tool_calls import FORMS, UNKNOWN, Scan, TagScan, XmlScan, form_of
+from nanovllm.topics.server.tool_calls import FORMS, UNKNOWN, form_of
 from tests.tools.extras import needs
 
 XML_FORM, TAG_FORM, LIST_FORM, LIST_3, ARGS_13, BARE = FORMS
 # what templates of these models write for a message with calls
-XML = """<tool_call>
-<function={{ c.function.name }}>
-{% for key, value in c.function.arguments|items %}<parameter={{ key }}>
-{{ value if value is string else value|tojson }}
-</parameter>
-{% endfor %}</function>
-</tool_call>"""
+XML = "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments|items %}<parameter={{ k }}>\n{{ v if v is string else v|tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 ONE = "{% if m.tool_calls|length != 1 or c.id|length != 9 %}{{ raise_exception('no') }}{% endif %}"
-CALLS = {
+TEMPLATES = {
     XML_FORM.words: f"EACH{XML}END",
     TAG_FORM.words: 'EACH<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments|tojson }}}\n</tool_call>END',
     LIST_FORM.words: "<tool_call>[EACH{{ c.function|tojson }}{{ ', ' if not loop.last }}END]</tool_call>",
@@ -52,7 +47,7 @@ def template(call: str) -> str:
 def test_the_template_says_which_form_the_model_knows():
     tokenizer = load_tokenizer(Path(EMBEDDED_MODEL))
     others = ["{{ raise_exception('no') }}", "call {{ m.tool_calls }}"]
-    for words, call in [*CALLS.items(), *((UNKNOWN.words, call) for call in others)]:
+    for words, call in [*TEMPLATES.items(), *((UNKNOWN.words, call) for call in others)]:
         tokenizer.chat_template = template(call)
         assert form_of(tokenizer).words == words
 
@@ -61,53 +56,21 @@ def test_the_template_says_which_form_the_model_knows():
 
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "text": {"type": "string"},
-        "count": {"type": "integer"},
-        "size": {"type": ["number", "null"]},
-        "is_on": {"type": "boolean"},
-        "items": {"type": "array", "items": {}},
-        "more": {"$ref": "#/$defs/more"},
-        "kind": {"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]},
-    },
+    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "size": {"type": ["number", "null"]}, "is_on": {"type": "boolean"}, "items": {"type": "array", "items": {}}, "more": {"$ref": "#/$defs/more"}, "kind": {"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}},
     "required": ["text"],
     "$defs": {"more": {"type": "object"}},
-}
+}  # fmt: skip
 FUNCTIONS = {"f": SCHEMA, "get-all_2": {"type": "object"}}
-WORDS = (
-    'say "hi"',
-    '5" pipe',
-    "</tool_call>",
-    "</function>",
-    "}{",
-    "[/]",
-    "\\",
-    "\\n",
-    "é☃\U0001f600",
-    "a\nb\n",
-    "3",
-    "true",
-    " ",
-    "",
-)
-VALUES = {
-    "text": WORDS,
-    "count": (0, -7, 10**20),
-    "size": (2.5, 3, None),
-    "is_on": (True, False),
-    "items": ([], [1, "a", None, {"b": '"'}]),
-    "more": ({}, {"x": {"y": [True]}}),
-    "kind": ("a", None),
-}
+WORDS = ('say "hi"', '5" pipe', "</tool_call>", "</function>", "}{", "[/]", "\\", "\\n", "é☃\U0001f600", "a\nb\n", "3", "true", " ", "")  # fmt: skip
+VALUES = {"count": (0, -7, 10**20), "size": (2.5, 3, None), "is_on": (True, False), "items": ([], [1, "a", None, {"b": '"'}]), "more": ({}, {"x": {"y": [True]}}), "kind": ("a", None)}  # fmt: skip
 
 
 def new_call(rng: random.Random) -> tuple[str, dict]:
     if rng.random() < 0.2:
         return "get-all_2", {}
-    keys = ["text", *rng.sample([*VALUES][1:], rng.randint(0, 3))]
-    values = {key: rng.choice(VALUES[key]) for key in keys}
-    values["text"] = "".join(rng.choices(WORDS, k=3)).replace("</function></tool_call>", "")
-    return "f", values
+    values = {key: rng.choice(VALUES[key]) for key in rng.sample([*VALUES], rng.randint(0, 3))}
+    text = "".join(rng.choices(WORDS, k=3)).replace("</function></tool_call>", "")
+    return "f", {"text": text, **values}
 
 
 def written(form, calls) -> str:
@@ -123,8 +86,8 @@ def written(form, calls) -> str:
     return before + (between or ["; "])[0].join(items) + after
 
 
-def parsed(text: str, cuts: list[int], form=UNKNOWN, most_calls=None) -> Parts:
-    parser = Parser(None, True, most_calls, form, FUNCTIONS)
+def parsed(text: str, cuts: list[int], form) -> Parts:
+    parser = Parser(None, True, None, form, FUNCTIONS)
     parts = Parts()
     for begin, end in zip([0, *cuts], [*cuts, len(text)]):
         new = parser.add(text[begin:end], is_last=end == len(text))
@@ -139,8 +102,7 @@ def parsed(text: str, cuts: list[int], form=UNKNOWN, most_calls=None) -> Parts:
 def read(text: str, form) -> tuple[str, list]:
     """The content and the calls, which are the same wherever the text is cut."""
     whole = parsed(text, [], form)
-    rng = random.Random(text)
-    some = sorted(rng.sample(range(len(text)), min(9, len(text))))
+    some = sorted(random.Random(text).sample(range(len(text)), len(text) // 9))
     assert parsed(text, [*range(1, len(text))], form) == whole == parsed(text, some, form)
     calls = [call["function"] for call in whole.tool_calls]
     return whole.content, [(call["name"], json.loads(call["arguments"])) for call in calls]
@@ -164,29 +126,23 @@ WITHOUT_TAG = "<function=f>\n<parameter=text>\nParis\n</parameter>\n</function>"
 OTHER_TEXTS = [
     (TAG_FORM, '<tool_call>\n{"name": "f", "arguments": {"text": "5" pipe"}}\n</tool_call>\nDone.', None),
     (TAG_FORM, '<tool_call>{"arguments": {"text": "Paris"}, "name": "f"}</tool_call>\n</tool_call>', ("", [CITY])),
-    (TAG_FORM, '<tool_call>\n{"name": "f", "arguments": {"text": "Paris"}}\n', ("", [CITY])),
     (TAG_FORM, f"<tool_call>\n{WITHOUT_TAG}\n</tool_call>", ("", [CITY])),
-    (LIST_FORM, "<tool_call>[]</tool_call>", None),
     (XML_FORM, f"{WITHOUT_TAG}\n</tool_call>\nSo.", ("So.", [CITY])),
     (XML_FORM, f"a {WITHOUT_TAG}{WITHOUT_TAG}", ("a ", [CITY, CITY])),
     (XML_FORM, "<tool_call>\n<function=f>\n<parameter=text>\nParis\n</function>\n</tool_call>", ("", [CITY])),
     (XML_FORM, "<tool_call>\n<function=f>\n<parameter=text>Paris</parameter>\n</tool_call>", ("", [CITY])),
-    (XML_FORM, "<tool_call>\n<function=f>\n<parameter=text>\nParis", None),
     (XML_FORM, "<tool_call>\n<function=f>\nParis\n</function>\n</tool_call>", None),
     (XML_FORM, "<tool_call>\n<function=g>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", ("", [("g", {"n": "3"})])),
     (XML_FORM, "<tool_call>\n<function=f>\n<parameter=count>\nthree\n</parameter>\n<parameter=is_on>\nTrue\n</parameter>\n<parameter=size>\nNone\n</parameter>\n</function>\n</tool_call>", ("", [("f", {"count": "three", "is_on": True, "size": None})])),
     (LIST_3, '[TOOL_CALLS] [{"name": "f", "arguments": {"text": "Paris"}, "id": "VvvODy9mT"}]', ("", [CITY])),
-    (LIST_3, '[TOOL_CALLS][{"name": "f", "arguments": ', None),
     (ARGS_13, '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"text": "Paris"}', ("", [CITY])),
     (ARGS_13, '[TOOL_CALLS]f{"text": "Paris"}', ("", [CITY])),
     (ARGS_13, "[TOOL_CALLS]f[ARGS]", None),
-    (BARE, '<|python_tag|>{"name": "f", "parameters": {"text": "Paris"}}', ("", [CITY])),
     (BARE, '<|python_tag|>{"type": "function", "name": "f", "parameters": {"text": "Paris"}}; {"name": "f", "parameters": {"text": "Paris"}}', ("", [CITY, CITY])),
     (BARE, '{"type": "function", "function": {"name": "f", "parameters": {"text": "Paris"}}}', ("", [CITY])),
     (BARE, '{"function": "f", "parameters": {"text": "Paris"}}', ("", [CITY])),
     (BARE, "<|python_tag|>print(1)", None),
     (BARE, 'So: {"name": "Ann", "age": 5} and {x: [1]} {"a": {}} {', None),
-    (BARE, '{"name": "f", "para', None),
 ]  # fmt: skip
 
 
@@ -195,17 +151,11 @@ def test_texts_that_differ_a_little(form, text, expected):
     assert read(text, form) == (expected or (text, []))
 
 
-def test_a_quotation_mark_does_not_hold_back_what_follows():
-    parser = Parser(None, True, None, XML_FORM, FUNCTIONS)
-    text = written(XML_FORM, [("f", {"text": '5" pipe'})])
-    assert parser.add(text).tool_calls and parser.add("\nDone.").content == "Done."
-
-
 PIECES = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "[TOOL_CALLS]", "{", '{"name": "f", "parameters": {}}', "\n", "<", "think>", "</", "a", "é")  # fmt: skip
 pieces = st.sampled_from(PIECES) | st.text(max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(pieces, max_size=12).map("".join), st.sampled_from([*FORMS, UNKNOWN]))
 def test_any_text_in_pieces_has_the_same_parts(text, form):
     content, calls = read(text, form)
@@ -213,45 +163,37 @@ def test_any_text_in_pieces_has_the_same_parts(text, form):
 
 
 @pytest.mark.parametrize(
-    "scan, begin, end",
+    "marks, begin, end",
     [
-        (TagScan, '<tool_call>{"name": "f", "arguments": {"text": "', '"}}</tool_call>'),
-        (XmlScan, "<tool_call><function=f><parameter=text>", "</parameter></function></tool_call>"),
-        (Scan, '[TOOL_CALLS][{"name": "f", "arguments": {"text": "', '"}}]'),
+        ("TAG", '<tool_call>{"name": "f", "arguments": {"text": "', '"}}</tool_call>'),
+        ("ELEMENTS", "<function=f><parameter=text>", "</parameter></function>"),
+        ("JSON", '[TOOL_CALLS][{"name": "f", "arguments": {"text": "', '"}}]'),
     ],
 )
-def test_a_text_of_tags_is_searched_once(monkeypatch, scan, begin, end):
+def test_a_text_of_tags_is_searched_once(monkeypatch, marks, begin, end):
     """600 tags in a string, four tokens each."""
-    num_searched = 0
+    stored = getattr(tool_calls, marks)
+    searched = []
 
     class Counting:
         def finditer(self, text, begin=0):
-            nonlocal num_searched
-            num_searched += len(text) - begin
-            return marks.finditer(text, begin)
+            searched.append(len(text) - begin)
+            return stored.finditer(text, begin)
 
-    marks = scan.marks
-    monkeypatch.setattr(scan, "marks", Counting())
+    monkeypatch.setattr(tool_calls, marks, Counting())
     parser = Parser(None, True, functions=FUNCTIONS)
     pieces = ["</", "tool", "_call", ">"] * 600
-    parser.add(begin)
-    for piece in pieces:
-        assert parser.add(piece) == Parts()
+    assert all(parser.add(piece) == Parts() for piece in (begin, *pieces))
     (call,) = parser.add(end).tool_calls
     assert json.loads(call["function"]["arguments"]) == {"text": "".join(pieces)}
-    assert 0 < num_searched < 5 * len("".join(pieces))
+    assert 0 < sum(searched) < 9 * len("".join(pieces))
 
 
 # --- over HTTP ---
 
 LIMITED = {
     "type": "object",
-    "properties": {
-        "word": {"type": "string", "pattern": "^[a-c]+$", "maxLength": 3},
-        "unit": {"$ref": "#/$defs/unit"},
-        "count": {"type": "integer", "minimum": 1, "maximum": 3},
-        "more": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 1}, {"type": "null"}]},
-    },
+    "properties": {"word": {"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, "unit": {"$ref": "#/$defs/unit"}, "count": {"type": "integer", "minimum": 1, "maximum": 3}, "more": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 1}, {"type": "null"}]}},
     "required": ["word", "unit", "count", "more"],
     "additionalProperties": False,
     "$defs": {"unit": {"type": "string", "enum": ["kg", 'a "b"']}},
@@ -262,14 +204,14 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("words", CALLS)
+@pytest.mark.parametrize("words", TEMPLATES)
 def test_the_official_client_runs_tools_in_the_models_own_form(openai, words):
     """The model has random answers: the form holds them, and its template takes the calls back."""
     needs("llguidance")
     from jsonschema import validate
 
     llm = LLM(num_blocks=400, max_num_seqs=4)
-    llm.tokenizer.chat_template = template(CALLS[words])
+    llm.tokenizer.chat_template = template(TEMPLATES[words])
     with (
         Running(llm) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,
@@ -286,10 +228,8 @@ def test_the_official_client_runs_tools_in_the_models_own_form(openai, words):
             calls = answer.message.tool_calls
             assert [c.function.arguments for c in same] == [c.function.arguments for c in calls]
             for call in calls:
-                arguments = json.loads(call.function.arguments)
-                validate(
-                    arguments, LIMITED if call.function.name == "weigh" else {"maxProperties": 0}
-                )
+                schema = LIMITED if call.function.name == "weigh" else {"maxProperties": 0}
+                validate(json.loads(call.function.arguments), schema)
             messages.append(answer.message)
             messages += [{"role": "tool", "tool_call_id": c.id, "content": "5"} for c in calls]
         schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}

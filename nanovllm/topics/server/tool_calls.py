@@ -80,14 +80,21 @@ def form_of(tokenizer: Any) -> Form:
 # --- where a call ends ---
 
 
+JSON = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+# an argument may contain the tag, but with no line end before it: so one quotation mark too many
+# does no harm
+TAG = re.compile(rf'\\.|"|\n?{END_OF_TOOL}', re.DOTALL)
+ELEMENTS = re.compile(f"<parameter=|</parameter>|</function>|{END_OF_TOOL}")
+NO_CALL = re.compile("")  # ends at once: what seemed to begin a call is text
+ENDS = ("}", "]", END_OF_TOOL, "</function>")
+
+
 class Scan:
-    """Looks for the end of JSON in a text that grows, at each character once."""
+    """Looks for the end of a call in a text that grows, at each character once."""
 
-    marks = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-    longest = 1  # a mark of so many characters may be cut
-
-    def __init__(self, place: int):
+    def __init__(self, place: int, marks: re.Pattern):
         self.place = place
+        self.marks = marks
         self.depth = 0  # of brackets
         self.is_quoted = False
 
@@ -97,45 +104,18 @@ class Scan:
             self.place = match.end()
             if self.is_end(match[0]):
                 return self.place
-        self.place = max(self.place, len(text) - self.longest)
+        self.place = max(self.place, len(text) - len(END_OF_TOOL) - 1)  # a mark may be cut
         return 0
 
     def is_end(self, mark: str) -> bool:
         if mark == '"':
             self.is_quoted = not self.is_quoted
-        elif not self.is_quoted:
-            self.depth += (mark in "{[") - (mark in "}]")
-        return not (self.is_quoted or self.depth)
-
-
-class TagScan(Scan):
-    """Looks for the end tag behind JSON. An argument may contain this tag, but no line end before
-    it: so one quotation mark too many does no harm."""
-
-    marks = re.compile(rf'\\.|"|\n?{END_OF_TOOL}', re.DOTALL)
-    longest = len(END_OF_TOOL) + 1
-
-    def is_end(self, mark: str) -> bool:
-        self.is_quoted ^= mark == '"'
-        return mark[0] == "\n" or (mark == END_OF_TOOL and not self.is_quoted)
-
-
-class XmlScan(Scan):
-    """Looks for an end tag outside of the parameters."""
-
-    marks = re.compile(f"<parameter=|</parameter>|</function>|{END_OF_TOOL}")
-    longest = len(END_OF_TOOL)
-
-    def is_end(self, mark: str) -> bool:
-        if mark.endswith(("parameter>", "parameter=")):
+        elif "parameter" in mark:
             self.is_quoted = mark == "<parameter="
-        return not self.is_quoted and mark in ("</function>", END_OF_TOOL)
-
-
-class NoScan(Scan):
-    """No call: what seemed to begin one is text."""
-
-    marks = re.compile("")  # at once
+        elif not self.is_quoted:
+            self.depth += (mark in ("{", "[")) - (mark in ("}", "]"))
+        is_within = self.is_quoted or self.depth
+        return mark[:1] in ("", "\n") or (mark in ENDS and not is_within)
 
 
 KEYS = ('"name"', '"type"', '"function"', '"parameters"', '"arguments"')
@@ -146,18 +126,18 @@ def scan_of(text: str, begin: str) -> Scan | None:
     rest = text[len(begin) :].lstrip()
     place = len(text) - len(rest)
     if begin == ELEMENT:
-        return XmlScan(place)
+        return Scan(place, ELEMENTS)
     if begin == "{" and rest.startswith(KEYS):
-        return Scan(0)
+        return Scan(0, JSON)
     if not rest or (begin == "{" and any(key.startswith(rest) for key in KEYS)):
         return None
     if begin == TOOL:
-        return XmlScan(place) if rest[0] == "<" else TagScan(place)
+        return Scan(place, ELEMENTS if rest[0] == "<" else TAG)
     if begin == MISTRAL and rest[0] not in "[{":  # a name comes first
         place = text.find("{")
-        return Scan(place) if place > 0 else None
+        return Scan(place, JSON) if place > 0 else None
     is_json = begin != "{" and rest[0] in "[{"
-    return Scan(place) if is_json else NoScan(len(begin))
+    return Scan(place, JSON) if is_json else Scan(len(begin), NO_CALL)
 
 
 # --- what a call says ---
