@@ -250,10 +250,8 @@ def test_a_shard_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"model_type": "gpt2"},
-            r"'gpt2' \(learned positions\) is not supported, only qwen2, qwen3, llama",
-        ),
+        ({"model_type": "gpt2"}, r"'gpt2' \(learned positions\) is not supported, only qwen2"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported"),
         (
             {
                 "model_type": "qwen9_vl",

@@ -101,33 +101,6 @@ def calls_of(server, body, stream) -> list[dict]:
     return [call["function"] for call in calls]
 
 
-def test_several_calls_may_be_made(server):
-    digit = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
-    digit["additionalProperties"] = False
-    tools = [new_tool("f", digit)]
-    body = {**CHAT, "tools": tools, "tool_choice": "required"}
-    lengths = [(0, 200), (1, 200), (0, 9)]
-    found = [
-        server.post(CHATS, {**body, "seed": seed, "max_tokens": length})["choices"][0]
-        for seed, length in lengths
-    ]
-    whole = [choice for choice in found if choice["finish_reason"] == "tool_calls"]
-    assert whole and found[-1] not in whole
-    for choice in whole:
-        for call in choice["message"]["tool_calls"]:
-            assert json.loads(call["function"]["arguments"]) == {"n": 7}
-    for choice in found:  # what was cut off is text
-        assert choice in whole or choice["message"]["content"].startswith("<tool_call>")
-
-
-def test_arguments_are_an_object(server):
-    tools = [new_tool("f", {})]
-    choice = {"type": "function", "function": {"name": "f"}}
-    body = {**CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 100, "temperature": 0}
-    (call,) = calls_of(server, body, stream=False)
-    assert isinstance(json.loads(call["arguments"]), dict)
-
-
 @pytest.mark.parametrize(
     "more, param, said",
     [

@@ -574,29 +574,20 @@ def message_of(parrot, text: str, **body) -> dict:
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-NO_CALLS = (
-    '<tool_call>{"arguments": {}}</tool_call>',
-    f"a{CALL[:-3]}",
-    "a<tool_cal",
-    '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>',
-    '<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>',
-)
+BAD = '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>'
 SAID = {
     # the reasoning, the content, and the arguments of each call
     "<think>\nhm, 5.\n</think>\n\nIt is 5.": ("hm, 5.\n", "It is 5."),
-    "<think></think>5": ("", "5"),
     "<think>for ever": ("for ever", ""),
     "\n<think>a</think>b": ("a", "b"),
     "no <think>tags</think>": ("", "no <think>tags</think>"),
     "</think>": ("", "</think>"),
-    "<think>a</thin</think>b": ("a</thin", "b"),
-    "<think>é☃</think>\U0001f600": ("é☃", "\U0001f600"),
     f"<think>I add.</think>Well:\n{CALL}\n{CALL}": ("I add.", "Well:\n", {"a": 1, "b": "é"}, {"a": 1, "b": "é"}),
     CALL: ("", None, {"a": 1, "b": "é"}),
     '<tool_call>{"name":"f","arguments":null}</tool_call>': ("", None, {}),
     '<tool_call>{"name":"f"}</tool_call>': ("", None, {}),
     '<tool_call>{"name":"f","arguments":{"a":"\\"</tool_call>"}}</tool_call>': ("", None, {"a": '"</tool_call>'}),
-    **{text: ("", text) for text in NO_CALLS},
+    BAD: ("", BAD),
 }  # fmt: skip
 
 

@@ -56,13 +56,22 @@ def test_the_template_says_which_form_the_model_knows():
 
 SCHEMA = {
     "type": "object",
-    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "size": {"type": ["number", "null"]}, "is_on": {"type": "boolean"}, "items": {"type": "array", "items": {}}, "more": {"$ref": "#/$defs/more"}, "kind": {"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}},
-    "required": ["text"],
-    "$defs": {"more": {"type": "object"}},
-}  # fmt: skip
+    "properties": {
+        "text": {"type": "string", "pattern": "^[a-c]+$", "maxLength": 3},
+        "count": {"type": "integer", "minimum": 1, "maximum": 3},
+        "size": {"enum": [1.5, 2, None]},
+        "is_on": {"type": "boolean"},
+        "items": {"type": ["array", "null"], "items": {"type": "boolean"}, "maxItems": 1},
+        "more": {"$ref": "#/$defs/more"},
+        "kind": {"anyOf": [{"enum": ["kg", 'a "b"']}, {"type": "null"}]},
+    },
+    "required": ["text", "count", "items", "more", "kind"],
+    "additionalProperties": False,
+    "$defs": {"more": {"type": "object", "additionalProperties": False}},
+}
 FUNCTIONS = {"f": SCHEMA, "get-all_2": {"type": "object"}}
 WORDS = ('say "hi"', '5" pipe', "</tool_call>", "</function>", "}{", "[/]", "\\", "\\n", "é☃\U0001f600", "a\nb\n", "3", "true", " ", "")  # fmt: skip
-VALUES = {"count": (0, -7, 10**20), "size": (2.5, 3, None), "is_on": (True, False), "items": ([], [1, "a", None, {"b": '"'}]), "more": ({}, {"x": {"y": [True]}}), "kind": ("a", None)}  # fmt: skip
+VALUES = {"count": (0, -7, 10**20), "size": (2.5, 3, None), "is_on": (True, False), "items": ([], [1, "a", None, {"b": '"'}]), "more": ({}, {"x": {"y": [True]}}), "kind": ("kg", None)}  # fmt: skip
 
 
 def new_call(rng: random.Random) -> tuple[str, dict]:
@@ -134,6 +143,7 @@ OTHER_TEXTS = [
     (XML_FORM, "<tool_call>\n<function=f>\nParis\n</function>\n</tool_call>", None),
     (XML_FORM, "<tool_call>\n<function=g>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", ("", [("g", {"n": "3"})])),
     (XML_FORM, "<tool_call>\n<function=f>\n<parameter=count>\nthree\n</parameter>\n<parameter=is_on>\nTrue\n</parameter>\n<parameter=size>\nNone\n</parameter>\n</function>\n</tool_call>", ("", [("f", {"count": "three", "is_on": True, "size": None})])),
+    (TAG_FORM, '<tool_call>{"name": "f", "arguments": {"text": NaN}}</tool_call>', None),
     (LIST_3, '[TOOL_CALLS] [{"name": "f", "arguments": {"text": "Paris"}, "id": "VvvODy9mT"}]', ("", [CITY])),
     (ARGS_13, '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"text": "Paris"}', ("", [CITY])),
     (ARGS_13, '[TOOL_CALLS]f{"text": "Paris"}', ("", [CITY])),
@@ -162,14 +172,14 @@ def test_any_text_in_pieces_has_the_same_parts(text, form):
     assert calls or "<think>" in text or content == text
 
 
-@pytest.mark.parametrize(
-    "marks, begin, end",
-    [
-        ("TAG", '<tool_call>{"name": "f", "arguments": {"text": "', '"}}</tool_call>'),
-        ("ELEMENTS", "<function=f><parameter=text>", "</parameter></function>"),
-        ("JSON", '[TOOL_CALLS][{"name": "f", "arguments": {"text": "', '"}}]'),
-    ],
-)
+LONG = [
+    ("TAG", '<tool_call>{"name": "f", "arguments": {"text": "', '"}}</tool_call>'),
+    ("ELEMENTS", "<function=f><parameter=text>", "</parameter></function>"),
+    ("JSON", '[TOOL_CALLS][{"name": "f", "arguments": {"text": "', '"}}]'),
+]
+
+
+@pytest.mark.parametrize("marks, begin, end", LONG)
 def test_a_text_of_tags_is_searched_once(monkeypatch, marks, begin, end):
     """600 tags in a string, four tokens each."""
     stored = getattr(tool_calls, marks)
@@ -191,15 +201,9 @@ def test_a_text_of_tags_is_searched_once(monkeypatch, marks, begin, end):
 
 # --- over HTTP ---
 
-LIMITED = {
-    "type": "object",
-    "properties": {"word": {"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, "unit": {"$ref": "#/$defs/unit"}, "count": {"type": "integer", "minimum": 1, "maximum": 3}, "more": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 1}, {"type": "null"}]}},
-    "required": ["word", "unit", "count", "more"],
-    "additionalProperties": False,
-    "$defs": {"unit": {"type": "string", "enum": ["kg", 'a "b"']}},
-}  # fmt: skip
+NOWHERE = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 TOOLS = [
-    {"type": "function", "function": {"name": "weigh", "parameters": LIMITED}},
+    {"type": "function", "function": {"name": "weigh", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "stop"}},
 ]
 
@@ -228,11 +232,10 @@ def test_the_official_client_runs_tools_in_the_models_own_form(openai, words):
             calls = answer.message.tool_calls
             assert [c.function.arguments for c in same] == [c.function.arguments for c in calls]
             for call in calls:
-                schema = LIMITED if call.function.name == "weigh" else {"maxProperties": 0}
+                schema = SCHEMA if call.function.name == "weigh" else {"maxProperties": 0}
                 validate(json.loads(call.function.arguments), schema)
             messages.append(answer.message)
             messages += [{"role": "tool", "tool_call_id": c.id, "content": "5"} for c in calls]
-        schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": NOWHERE}}]
         body = {"messages": messages[:1], "tools": tools, "tool_choice": "required"}
         assert server.refused("/v1/chat/completions", body)["param"] == "tools"

@@ -103,9 +103,8 @@ def check_tokenizer(tokenizer: Any, path: Path) -> None:
             setattr(tokenizer.backend_tokenizer, name, getattr(stored, name))
         kind = type(tokenizer).__name__
         logger.warning("%s reads %r otherwise than tokenizer.json: the file counts", kind, text)
-    text = first_difference(tokenizer.backend_tokenizer, stored)
-    if text is not None:
-        logger.warning("%r still has other tokens than by tokenizer.json", text)
+        if first_difference(tokenizer.backend_tokenizer, stored):
+            logger.warning("%r still has other tokens than by tokenizer.json", text)
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:

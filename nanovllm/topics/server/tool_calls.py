@@ -46,9 +46,7 @@ FORMS = (
     Form("names and JSON behind [TOOL_CALLS]", "%%", f"{MISTRAL}NAME[ARGS]ARGUMENTS"),
     Form('JSON without tags, with "parameters"', "%", BARE, (*BEGINS, "{")),
 )
-UNKNOWN = Form(
-    "the chat template writes them in no known form; those in tags are read", call=TAGGED
-)
+UNKNOWN = Form("no known form in the chat template: those in tags are read", call=TAGGED)
 
 QUESTION = "a question"
 PROBE = {"name": "probe", "arguments": {"key": "value"}}
@@ -56,22 +54,21 @@ CALLS = [{"id": "abcdefghi", "type": "function", "function": PROBE}]
 
 
 def form_of(tokenizer: Any) -> Form:
-    """The form in which the chat template writes a call; UNKNOWN if it writes none that we know, or
-    refuses the call."""
-    chat: list[dict] = [{"role": "user", "content": QUESTION}]
-    chat.append({"role": "assistant", "tool_calls": CALLS})
+    """The form in which the chat template writes a call; UNKNOWN if it writes none that we know."""
+    chat: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    chat += [{"role": "assistant", "tool_calls": CALLS}]
     tools = [{"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}]
     try:
         written = Chat(messages=chat, tools=tools).text(tokenizer)
     except Exception:  # a template may raise anything
         written = ""
     written = "".join(written.rpartition(QUESTION)[2].split())  # the instructions stand before
-    form = UNKNOWN
-    for one in FORMS:
-        begin = one.calls.replace("%", one.call).partition("ARGUMENTS")[0]
-        begin = "".join(begin.split()).replace("NAME", "probe")
-        if form is UNKNOWN and begin in written:
-            form = one
+    for form in FORMS:
+        begin = form.calls.replace("%", form.call).partition("ARGUMENTS")[0]
+        if "".join(begin.split()).replace("NAME", "probe") in written:
+            break
+    else:
+        form = UNKNOWN
     tokens = tokenizer.added_tokens_decoder.items() if tokenizer else ()
     special = {token.content: i for i, token in tokens if token.special and token.content in TAGS}
     return replace(form, special=special)
@@ -262,8 +259,7 @@ def grammar_of_calls(form: Form, functions: Functions, is_parallel: bool) -> str
             rules += xml_rules(i, schema)
         else:
             rules.append(f"args_{i}: %json {json.dumps(schema)}")
-    parts = map(literal, form.calls.split("%"))
-    before, *between, after = parts
+    before, *between, after = map(literal, form.calls.split("%"))
     more = f"({between[0]} call)*" if is_parallel and between else ""
     names = " | ".join(f"call_{i}" for i in range(len(functions)))
     return "\n".join([f"start: {before} call {more} {after}", f"call: {names}", *rules])
@@ -285,9 +281,8 @@ def xml_rules(i: int, schema: dict) -> Iterator[str]:
                 yield f"{name}[lazy]: {name.upper()}"
                 yield f"{name.upper()}: ({text_of(option)}) {END_OF_VALUE}"
         begin = json.dumps(f"<parameter={key}>\n")
-        parameter = f"{begin} ({' | '.join(names)})"
-        is_needed = key in (schema.get("required") or ())
-        parameters.append(parameter if is_needed else f"({parameter})?")
+        may_lack = "" if key in (schema.get("required") or ()) else "?"
+        parameters.append(f"({begin} ({' | '.join(names)})){may_lack}")
     yield f"args_{i}: {' '.join(parameters)}"
 
 
