@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import rope_settings, window_of
 from nanovllm.models.checkpoint import Reader, get_tensor, load_into
 from nanovllm.models.dense import DenseModel
 from nanovllm.options import is_int, refusal, shown
@@ -29,8 +30,6 @@ FAMILIES = {
     "qwen3_moe": "experts",
     **dict.fromkeys(["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"], "hybrid"),
 }
-# weights, configs and tokenizer; no other formats
-FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 # of config.json
 SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -42,21 +41,11 @@ def find_model(model: str) -> Path:
     """The directory of the model: a local one, or that of a hub id, downloaded once. Raises
     ValueError if there is none."""
     path = Path(expanduser(model))  # which leaves an unknown user as it is
-    if not path.is_dir():
-        if path.exists() or model[:1] in "/.~" or model.count("/") > 1:  # not a hub id
-            raise ValueError(f"model={model!r} is not a directory")
-        from huggingface_hub import snapshot_download
+    if (path / "config.json").is_file():
+        return path
+    from nanovllm.topics.checks.files import downloaded  # chapter 05
 
-        try:
-            path = Path(snapshot_download(model, allow_patterns=FILES))
-        except Exception as error:
-            raise ValueError(
-                f"model={model!r} is not a local directory, and it could not be downloaded from "
-                f"the hub: {error}"
-            ) from error
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model={model!r} is not a model directory: it has no config.json")
-    return path
+    return downloaded(model, path, weight_names)
 
 
 # --- configs and tokenizer ---
@@ -105,6 +94,10 @@ def load_config(path: Path):
             value = getattr(hf_config, name)
             if not is_int(value, 1):
                 raise ValueError(f"{name}={shown(value)} is not a positive integer")
+        if len(rope_settings(hf_config)) > 2 or window_of(hf_config) or is_quantized(hf_config):
+            from nanovllm.topics.checks.files import check_settings  # chapter 05
+
+            check_settings(hf_config, has_states(hf_config))
         # raises if the rope settings are invalid
         model_class(hf_config).rope_of(hf_config, max_model_len=1)
     return hf_config
@@ -125,12 +118,18 @@ def is_quantized(hf_config) -> bool:
 
 def load_tokenizer(path: Path):
     """The model's tokenizer, or None if its directory has none."""
+    tokenizer = None
     for name in ("tokenizer.json", "vocab.json"):
         if (path / name).is_file():
             read_json(path / "tokenizer_config.json")
             with reading(path / name):
-                return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return None
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            break
+    if type(tokenizer) is not PreTrainedTokenizerFast:  # that one keeps to its file
+        from nanovllm.topics.checks.files import check_tokenizer  # chapter 09
+
+        check_tokenizer(tokenizer, path)
+    return tokenizer
 
 
 def load_generation_config(
@@ -288,16 +287,22 @@ def ignorable(name: str, hf_config) -> bool:
     return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
-def weight_files(path: Path) -> list[Path]:
-    """model.safetensors, or those that the index lists. Raises ValueError if one is missing."""
+def weight_names(path: Path) -> list[str]:
+    """model.safetensors, or the files that the index lists."""
     index = path / "model.safetensors.index.json"
-    files = [path / "model.safetensors"]
-    if index.is_file() and not files[0].is_file():
-        weight_map = read_json(index).get("weight_map")
-        with reading(index):
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"weight_map={shown(weight_map)} is not an object")
-            files = [path / name for name in sorted(set(map(str, weight_map.values())))]
+    name = "model.safetensors"
+    if (path / name).is_file() or not index.is_file():
+        return [name]
+    weight_map = read_json(index).get("weight_map")
+    with reading(index):
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"weight_map={shown(weight_map)} is not an object")
+    return sorted(set(map(str, weight_map.values())))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with the weights. Raises ValueError if one is missing."""
+    files = [path / name for name in weight_names(path)]
     for file in files:
         if not file.is_file():
             supported = "only safetensors checkpoints are supported, whole or sharded"

@@ -24,14 +24,21 @@ def rope_settings(hf_config) -> dict:
     return settings
 
 
+def window_of(hf_config) -> int | None:
+    """The tokens to which some layers of the model attend, if these are not the whole context."""
+    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
+    return getattr(hf_config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
 def longest_context(hf_config) -> int:
-    """The longest context that the checkpoint supports, scaling included."""
+    """The longest context that the checkpoint supports, scaling included. It ends with a sliding
+    window: up to there, the window changes nothing."""
     settings = rope_settings(hf_config)
     longest = hf_config.max_position_embeddings
-    if settings["rope_type"] in ("default", "llama3"):  # Llama's number is that after scaling
-        return longest
-    original = settings.get("original_max_position_embeddings") or longest
-    return max(longest, int(original * settings.get("factor", 1.0)))
+    if settings["rope_type"] not in ("default", "llama3"):  # Llama's number is that after scaling
+        original = settings.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * settings.get("factor", 1.0)))
+    return min(longest, window_of(hf_config) or longest)
 
 
 def rope_table(hf_config, head_dim: int, max_model_len: int) -> torch.Tensor:
@@ -53,6 +60,8 @@ def rope_table(hf_config, head_dim: int, max_model_len: int) -> torch.Tensor:
     else:
         init = ROPE_INIT_FUNCTIONS[rope_type]
         inv_freq, scale = init(hf_config, None, seq_len=max_model_len)
+        if "attention_factor" not in settings:
+            scale *= settings.get("attn_factor", 1.0)  # of yarn, as DeepSeek writes it
         if 2 * len(inv_freq) != head_dim:
             raise ValueError(f"partial_rotary_factor is not supported with {rope_type!r}")
     angles = torch.outer(torch.arange(max_model_len).float(), inv_freq.float())

@@ -20,16 +20,15 @@ from nanovllm.layers.rotary import rope_table
 def check_supported(hf_config) -> Any:
     """Returns a Hugging Face config. Raises ValueError if it has parts that are not implemented
     here, with all their names."""
-    kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
-    window = getattr(hf_config, "sliding_window", None)
+    gate = getattr(hf_config, "output_gate_type", None)
     refused = {
         "hidden_act": hf_config.hidden_act != "silu",
         "mlp_bias": getattr(hf_config, "mlp_bias", False),
-        "sliding_window": window is not None and "sliding_attention" in kinds,
+        "output_gate_type": gate not in (None, "swish", "silu"),
     }
     found = [f"{name}={getattr(hf_config, name)!r}" for name, is_bad in refused.items() if is_bad]
     if found:
-        here = "here the activation is silu, and each layer attends to its whole context"
+        here = "here the activation is silu, as are gates, and an MLP has no biases"
         raise ValueError(f"{', '.join(found)} is not supported: {here}")
     return hf_config
 

@@ -14,6 +14,20 @@ PARTS = {  # fields of config.json, and what they stand for
     "state_size": "states (Mamba)",
 }
 LAYERS = {"full_attention", "dense"}
+TYPES = {  # what no field of config.json tells
+    "layers without rotation": ("smollm3",),
+    "fused products": ("phi3", "internlm2", "chatglm", "baichuan"),
+    "norms behind attention and MLP": ("olmo2", "olmo3", "glm4", "exaone4"),
+    "multipliers": ("granite", "minicpm"),
+    "another rotation": ("glm", "ernie4_5", "gpt_neox", "stablelm"),
+    "another norm": ("nemotron", "starcoder2", "hunyuan_v1_dense"),
+    "learned positions": ("gpt2", "opt"),
+    "ALiBi": ("bloom", "falcon"),
+    "scaled queries": ("ministral3",),
+    "other biases": ("seed_oss", "internlm3"),
+    "convolutions": ("lfm2",),
+    "ternary weights": ("bitnet",),
+}
 
 
 def refusal_of(stored: dict[str, Any], model_types: tuple[str, ...]) -> ValueError:
@@ -22,6 +36,7 @@ def refusal_of(stored: dict[str, Any], model_types: tuple[str, ...]) -> ValueErr
     text = stored.get("text_config")
     fields = {**stored, **text} if isinstance(text, dict) else stored
     parts = [words for name, words in PARTS.items() if fields.get(name)]
+    parts += [words for words, names in TYPES.items() if fields.get("model_type") in names]
     kinds = fields.get("layer_types")
     if isinstance(kinds, list):
         parts += [f"{kind} layers" for kind in map(str, kinds) if kind not in LAYERS]

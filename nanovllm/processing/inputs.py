@@ -47,6 +47,7 @@ class Inputs:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     vocabulary: Any = None  # an LLTokenizer, made by the first request that needs it
+    tool_form: Any = None  # of the server: how the model writes tool calls
 
     def __post_init__(self) -> None:
         vocab = self.tokenizer.get_vocab() if self.tokenizer else ()
@@ -121,7 +122,9 @@ class Inputs:
             raise refusal("prompt", prompt, no_tokenizer)
         try:
             if isinstance(content, str):
-                return content, self.tokens(content)
+                begin = self.tokenizer.bos_token
+                has_begun = bool(begin) and content.startswith(begin)  # by a chat template
+                return content, self.tokens(content, add_special_tokens=not has_begun)
             text = content.text(self.tokenizer)
             return text, self.tokens(text, add_special_tokens=False)
         except PromptTooLong:

@@ -30,7 +30,7 @@ def text_config(hf_config) -> Any:
     text = getattr(hf_config, "text_config", hf_config)
     for name in ("tie_word_embeddings", "quantization_config", "dtype"):
         value = getattr(hf_config, name, None)
-        if value is not None:
+        if value:  # else the inner one holds: False may be a default of transformers
             setattr(text, name, value)
     if "moe" in text.model_type:
         text.norm_topk_prob = True
