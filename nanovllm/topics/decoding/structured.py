@@ -36,8 +36,6 @@ MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
 # between two parts of JSON: some models would write spaces without end
 SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
 NO_SPACES: Any = {"whitespace_flexible": False}
-# as chat templates write the arguments of a call
-AS_WRITTEN: Any = {**NO_SPACES, "item_separator": ", ", "key_separator": ": "}
 COMBINED = {"allOf", "if", "not", "dependentSchemas", "patternProperties", "unevaluatedProperties"}
 FORMATS = "date date-time duration email hostname ipv4 ipv6 time uri uuid".split()
 LIMITS: dict[str, Any] = dict(
@@ -72,7 +70,7 @@ class StructuredOutputsParams(Options):
     """The texts to choose from."""
 
     grammar: str | None = None
-    """A context-free grammar, as Lark or as GBNF writes it. In Lark, `%json {...}` is a schema."""
+    """A context-free grammar, as Lark or as GBNF writes it."""
 
     disable_any_whitespace: bool = False
     """JSON without spaces and line ends."""
@@ -175,25 +173,13 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     if params.choice is not None:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if params.grammar is not None:
-        return grammar_from("grammar", with_checked_schemas(params))
+        if "%json" in params.grammar:
+            raise ValueError("%json is not supported: give the schema as json")
+        return grammar_from("grammar", params.grammar)
     schema = params.schema
     check_schema(schema)
     spaces = NO_SPACES if params.disable_any_whitespace else SPACES
     return LLMatcher.grammar_from_json_schema(narrowed(schema), spaces)
-
-
-def with_checked_schemas(params: StructuredOutputsParams) -> str:
-    """The grammar. The schemas in it, behind %json, are checked as one without a grammar."""
-    text, *parts = (params.grammar or "").split("%json")
-    spaces = AS_WRITTEN if params.disable_any_whitespace else SPACES
-    schemas = []
-    for part in map(str.lstrip, parts):
-        value, end = json.JSONDecoder().raw_decode(part)
-        schema = StructuredOutputsParams(json=value).schema
-        schemas.append(schema)
-        text += f"%json {json.dumps(narrowed(schema) | {'x-guidance': spaces})}{part[end:]}"
-    check_schema({"anyOf": schemas})
-    return text
 
 
 def check_length(text: str) -> None:
