@@ -47,7 +47,6 @@ class Inputs:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     vocabulary: Any = None  # an LLTokenizer, made by the first request that needs it
-    tool_form: Any = None  # of the server: how the model writes tool calls
 
     def __post_init__(self) -> None:
         vocab = self.tokenizer.get_vocab() if self.tokenizer else ()

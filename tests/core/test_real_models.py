@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from checkpoints import new_model, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
@@ -14,7 +15,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers.rotary import rope_table
 from nanovllm.loader import find_model, load_config, load_tokenizer
 from nanovllm.topics.checks.files import TEXTS
-from tests.tools.checkpoints import new_model, save
 
 SMALL = dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=72)
 SMALL |= dict(num_hidden_layers=2, vocab_size=320, max_position_embeddings=4096, rms_norm_eps=1e-6)
