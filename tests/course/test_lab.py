@@ -122,7 +122,11 @@ METHOD = "from nanovllm.scheduler import Scheduler\nclass MyScheduler(Scheduler)
         (METHOD.format("priority(self, r):\n        return r.foo"), 4, "has no attribute 'foo'"),
         (METHOD.format("next_waiting(self):\n        return 3"), None, "it returned 3, and not N"),
         (METHOD.format("priority(self, r): pass"), None, "priority(): it returned None, and not a"),
-        (METHOD.format("prioritty(self, r): pass"), None, "MyScheduler.prioritty(): the engine does not call"),
+        (
+            METHOD.format("prioritty(self, r): pass"),
+            None,
+            "MyScheduler.prioritty(): the engine does not call",
+        ),
         ("import sys\nprint('hi', file=sys.stderr)\nraise KeyboardInterrupt", 3, "KeyboardInt"),
         (METHOD.format("priority(self, r):\n        return self.priority(r)"), 4, "RecursionError"),
         ("raise SystemExit('bye')", 1, "SystemExit: bye"),
