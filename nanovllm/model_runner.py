@@ -66,7 +66,8 @@ class ModelRunner:
             from nanovllm.topics.quantization.layers import quantizer  # chapter 21
 
             quantize = quantizer(config, hf_config, self.ops)
-        self.model = self.load(path, hf_config, partial(convert, quantize=quantize))
+        form = partial(convert, quantize=quantize, product=self.ops.product)
+        self.model = self.load(path, hf_config, form)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         self.shape = choose_shape(config, limits, self.model, self.dtype, device)
         self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)

@@ -1,10 +1,8 @@
-"""A decode of few sequences bound to a model: on a CPU, what cuda_graphs.py is on a GPU. The step
-itself is in layers/numba_step.py."""
+"""A decode bound to a model: on a CPU, what cuda_graphs.py is on a GPU. The step itself is in
+layers/numba_step.py."""
 
 import logging
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,7 +17,7 @@ from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import store_kv_kernel
 from nanovllm.layers.numba_products import IN_8_BITS, in_4_bits
-from nanovllm.layers.numba_run import SMALL, array
+from nanovllm.layers.numba_run import SMALL, array, run_on
 from nanovllm.layers.numba_step import (
     PLAIN,
     Form,
@@ -31,27 +29,27 @@ from nanovllm.layers.numba_step import (
     new_rows,
     step_kernel,
 )
+from nanovllm.layers.numba_tiles import ARE_FASTEST
 from nanovllm.models.dense import DenseModel
 from nanovllm.step import StepInputs
 
 logger = logging.getLogger(__name__)
 
-FEW = 4  # sequences: with more, oneDNN's products are worth the calls between them
+# sequences. With more of them, faster products are worth the calls between them
+MANY = 128
+MANY_IN_FEW_BITS = 16
+FEW = 4  # where oneDNN or PyTorch has the fastest products
 MOST_COPIED = 2**30  # bytes of weights that are kept in two forms
-MOST_THREADS = 256  # of a step: they wait for each other, so the pool must have room for all
-NEVER = 2**62
 NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales and zeros
 
 
 class NumbaStep:
     """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
-    def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms):
+    def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms, largest: int):
         self.hooks = [module._forward_hooks for module in model.modules()]
         self.hooks += [module._forward_pre_hooks for module in model.modules()]
-        self.pool: ThreadPoolExecutor | None = None
-        self.process = 0  # whose threads the pool has
-        self.sizes = [FEW]  # one function serves all numbers of sequences up to this one
+        self.sizes = [1, largest]  # one function serves all numbers of sequences between these
         decoder = model.model
         layers: Any = decoder.layers
         attention = layers[0].self_attn
@@ -85,7 +83,7 @@ class NumbaStep:
             forms,
         )
         # the numbers of a step, which the next one overwrites
-        new = partial(decoder.norm.weight.new_zeros, FEW)
+        new = partial(decoder.norm.weight.new_zeros, largest)
         size = len(decoder.norm.weight)
         middle = self.model.gate_up.codes.shape[1] // 2
         heads = new(num_heads + 2 * kv_heads, head_dim)
@@ -111,17 +109,20 @@ class NumbaStep:
         )
 
     def record(self, size: int) -> None:
-        """Compiles the function: runs it for one sequence, in the first block."""
-        zero = np.zeros(1, np.int32)
-        number = np.zeros(1, np.int64)
-        self._call(Inputs(number, number, number, zero + 1, np.zeros(2, np.int32), zero))
+        """Compiles the function: runs it for so many sequences, all in the first block."""
+        zeros = np.zeros(size, np.int32)
+        numbers = np.zeros(size, np.int64)
+        tables = (np.arange(size + 1, dtype=np.int32), zeros)
+        self._call(Inputs(numbers, numbers, numbers, zeros + 1, *tables))
 
     def size_for(self, step: StepInputs) -> int | None:
         """The number of sequences; None if another way must compute the step: it has chunks, or
         a hook looks at a layer."""
         num_seqs = len(step.batch.context_lens)
         has_chunks = step.batch.num_decodes < num_seqs
-        return None if has_chunks or num_seqs > FEW or any(self.hooks) else num_seqs
+        if has_chunks or num_seqs > self.sizes[-1] or any(self.hooks):
+            return None
+        return num_seqs
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step with its logits."""
@@ -136,29 +137,12 @@ class NumbaStep:
 
     def _call(self, inputs: Inputs) -> None:
         work = self.model.gate_up.codes.size * len(inputs.ids)
-        num_threads = min(torch.get_num_threads(), MOST_THREADS) if work >= SMALL else 1
+        num_threads = torch.get_num_threads() if work >= SMALL else 1
         clocks = np.zeros(num_threads, np.int64)
-        call = partial(self.step, inputs, self.model, self.memory, clocks)
-        others = []
-        try:
-            for thread in range(1, num_threads):
-                others.append(self._threads().submit(call, thread))
-            call(0)
-        finally:  # an interrupt may come before the call: then the others must not wait for it
-            clocks[0] = NEVER
-            for other in others:
-                other.result()
-
-    def _threads(self) -> ThreadPoolExecutor:
-        """The engine's own threads, so that all of a step run. A forked process has others."""
-        if self.process != os.getpid():
-            self.process = os.getpid()
-            self.pool = ThreadPoolExecutor(MOST_THREADS, "step")  # a thread starts when needed
-        assert self.pool is not None
-        return self.pool
+        run_on(num_threads, self.step, (inputs, self.model, self.memory, clocks))
 
 
-def bind(model: Any, kv_cache: KVCache) -> NumbaStep | None:
+def bind(model: Any, kv_cache: KVCache, max_num_seqs: int) -> NumbaStep | None:
     """A NumbaStep; None if there is none for this model, or if it would copy too much."""
     is_compiled = not config.DISABLE_JIT  # type: ignore[attr-defined]
     if type(model) is not DenseModel or not is_compiled:
@@ -168,14 +152,23 @@ def bind(model: Any, kv_cache: KVCache) -> NumbaStep | None:
     forms = Forms(*found.pop())  # type: ignore[arg-type]
     if found or None in forms or forms.qkv != forms.gate_up:
         return None
-    num_bytes = sum(map(row_bytes, linears_of(model.model if has_tied_head(model) else model)))
+    linears = linears_of(model.model if has_tied_head(model) else model)
+    num_bytes = sum(map(copied_bytes, linears))
     copied = f"a second form of the weights takes {num_bytes / 2**20:,.0f} MiB"
     if num_bytes > MOST_COPIED:
         most = f"more than {MOST_COPIED / 2**20:,.0f}"
         logger.info("decodes run layer by layer: %s, %s", copied, most)
         return None
-    logger.info("a decode of 1 to %d sequences is one call: %s", FEW, copied)
-    return NumbaStep(model, kv_cache, forms)
+    largest = min(largest_of(forms), max_num_seqs)
+    logger.info("a decode of 1 to %d sequences is one call: %s", largest, copied)
+    return NumbaStep(model, kv_cache, forms, largest)
+
+
+def largest_of(forms: Forms) -> int:
+    """The number of sequences up to which one call is faster than the layers."""
+    if not ARE_FASTEST:
+        return FEW
+    return MANY if forms.qkv is PLAIN else MANY_IN_FEW_BITS
 
 
 def linears_of(module: nn.Module) -> list[Linear]:
@@ -198,16 +191,19 @@ def has_tied_head(model: DenseModel) -> bool:
     return model.is_tied and form_of(model.lm_head) is PLAIN
 
 
-def row_bytes(linear: Linear) -> int:
-    """What the weight takes as rows. One in 4 bits counts as if it had 8."""
-    return linear.weight.numel() * (1 if linear.quantized else linear.weight.itemsize)
+def copied_bytes(linear: Linear) -> int:
+    """What a second form of the weight takes: of oneDNN's, and of codes in 8 bits."""
+    weight = linear.weight
+    if linear.quantized is None:
+        return weight.nbytes if weight.is_mkldnn else 0
+    return weight.numel() if linear.quantized.zeros is None else 0
 
 
 def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = None) -> Weights:
     """A product's weights in all layers, or the plain weight that the only layer has."""
     linears = [*map(attrgetter(name), layers)]
     rows = [rows_of(linear) if plain is None else (plain, *NOTHING) for linear in linears]
-    none = torch.zeros(0, dtype=linears[0].weight.dtype)
+    none = torch.zeros(len(linears[0].weight))
     biases = [none if linear.bias is None else linear.bias for linear in linears]
     return Weights(*map(stacked, [*zip(*rows), biases]))
 
@@ -229,5 +225,11 @@ def norms_of(layers: Sequence[nn.Module], name: str) -> np.ndarray:
 
 
 def stacked(tensors: Sequence[Tensor]) -> np.ndarray:
-    """[layers, ...]. A single one is not copied."""
-    return array(torch.stack([*tensors]) if len(tensors) > 1 else tensors[0].unsqueeze(0))
+    """[layers, ...]. The tensors become parts of it: each is in memory once, and a change of its
+    numbers counts."""
+    if len(tensors) == 1:
+        return array(tensors[0])[None]
+    whole = torch.stack([*tensors])
+    for tensor, part in zip(tensors, whole):
+        tensor.data = part
+    return array(whole)

@@ -28,6 +28,7 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.numba_run import array, run
+from nanovllm.layers.numba_tiles import ARE_FASTEST, multiply
 from nanovllm.layers.ops import Norm, Pairs
 
 if TYPE_CHECKING:
@@ -87,6 +88,17 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
     return out
 
 
+def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes Ops.product."""
+    out = x.new_empty(len(x), len(weight))
+    tensors = (out, x, weight, weight.new_zeros(len(weight)) if bias is None else bias)
+    run(multiply, (*map(array, tensors),), len(weight), len(x) * weight.numel())
+    return out
+
+
+product = in_tiles if ARE_FASTEST else torch_ops.product
+
+
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x)
     arrays = map(array, (out, residual, x, norm.weight))
@@ -128,7 +140,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def recorder(model: Any, kv_cache: KVCache, limits: Any) -> NumbaStep | None:
     from nanovllm.backends.numba_graphs import bind  # chapter 11
 
-    return bind(model, kv_cache)
+    return bind(model, kv_cache, limits.max_num_seqs)
 
 
 def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:

@@ -20,6 +20,7 @@ from nanovllm.layers.torch_attention import paged_attention as paged_attention  
 NAME = "torch"
 COMPILES_AT_FIRST_USE = False
 layout = Layout
+product = F.linear
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:

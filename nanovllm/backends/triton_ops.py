@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NAME = "triton"
 COMPILES_AT_FIRST_USE = True
 cache_shape = torch_ops.cache_shape
+product = torch_ops.product
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.device.heap import trim
@@ -18,12 +19,15 @@ def convert(
     stored: Groups | None,
     is_head: bool = False,
     quantize: Callable[..., bool] | None = None,
+    product: Callable = F.linear,
 ) -> None:
-    """Gives a layer its form once its weight is loaded: few bits (chapter 21), or oneDNN's layout.
-    `stored` are the groups of a quantized checkpoint."""
+    """Gives a layer its form once its weight is loaded: few bits (chapter 21), or as it is for the
+    `product` of the backend, or oneDNN's layout. `stored` are the groups of a quantized
+    checkpoint."""
     if quantize is not None and quantize(linear, stored, is_head):
         trim()
-    else:
+    elif linear.num_experts is None:  # experts.py multiplies matrices one by one
+        linear.product = product
         use_onednn(linear)
 
 
@@ -37,8 +41,8 @@ def use_onednn(linear: Linear) -> None:
     weight whose rows have more than 1,024 numbers: there, a row alone may round differently.
     """
     plain = linear.weight
-    is_one = linear.num_experts is None  # experts.py multiplies matrices one by one
-    if plain.device.type != "cpu" or not (is_one and onednn_is_faster(plain.dtype)):
+    is_plain = linear.product is F.linear
+    if plain.device.type != "cpu" or not (is_plain and onednn_is_faster(plain.dtype)):
         return
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight(plain)

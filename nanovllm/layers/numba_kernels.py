@@ -12,13 +12,15 @@ float32; a 16-bit result is rounded once, at the end.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from zlib import crc32
 
+import llvmlite.binding
 import numpy as np
 from numba import njit, types
+from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import overload
 
@@ -30,6 +32,18 @@ ONE = np.float32(1)
 MINUS_INFINITY = np.float32(-np.inf)
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
+
+
+def wide(features: Mapping[str, bool]) -> str | None:
+    """What LLVM is to know of a processor, if it has vectors of 512 bits that are worth their
+    while: those without VNNI lower their clock for them, so LLVM avoids them on all of Intel's."""
+    if not features.get("avx512vnni"):
+        return None
+    return f"{llvmlite.binding.FeatureMap(features).flatten()},-prefer-256-bit"
+
+
+if config.CPU_NAME is None and config.CPU_FEATURES is None:  # type: ignore[attr-defined]
+    config.CPU_FEATURES = wide(llvmlite.binding.get_host_cpu_features())  # type: ignore[attr-defined]
 
 # sums may be reordered, so that they are vectorized; infinities and NaN stay what they are
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}

@@ -2,16 +2,20 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import torch
+from numba.core import config
 from torch import Tensor
 
-SMALL = 2**22  # multiplications: with fewer, a second thread is not worth its start
+from nanovllm.layers.numba_kernels import inlined, kernel
+from nanovllm.layers.numba_openmp import find_openmp, in_team
+
+SMALL = 2**20  # multiplications: with fewer, a second thread is not worth its start
 INTEGERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+HAS_THREADS = find_openmp() and not config.DISABLE_JIT  # type: ignore[attr-defined]
+PROCESS = os.getpid()  # a fork of it has none of OpenMP's threads, and would wait for them for ever
 
 
 def array(tensor: Tensor) -> np.ndarray:
@@ -22,23 +26,47 @@ def array(tensor: Tensor) -> np.ndarray:
     return tensor.numpy() if integer is None else tensor.view(integer).numpy()
 
 
-@cache
-def pool(process: int) -> ThreadPoolExecutor:
-    """The threads of this process: a forked process has none of them."""
-    return ThreadPoolExecutor(os.cpu_count(), "kernels")
-
-
 def run(kernel: Callable, arguments: tuple, num_programs: int, work: int) -> None:
     """Runs all programs of a kernel. If there is enough work, on as many threads as PyTorch
     uses."""
-    num_threads = min(torch.get_num_threads(), num_programs) if work >= SMALL else 1
-    if num_threads <= 1:
+    if work < SMALL:
         kernel(*arguments, 0, num_programs)
-        return
-    ends = [num_programs * i // num_threads for i in range(num_threads + 1)]
-    (begin, end), *others = pairwise(ends)
-    threads = pool(os.getpid())
-    running = [threads.submit(kernel, *arguments, *part) for part in others]
-    kernel(*arguments, begin, end)
-    for one in running:
-        one.result()
+    else:
+        num_threads = min(torch.get_num_threads(), num_programs)
+        run_on(num_threads, in_parts(kernel), (arguments, num_programs))
+
+
+def run_on(num_threads: int, function: Callable, arguments: tuple) -> None:
+    """Calls function(*arguments, thread, size) in each of `size` threads, all at the same time, so
+    that they may wait for each other. `size` is `num_threads` or less."""
+    if HAS_THREADS and os.getpid() == PROCESS:
+        on_team(function)(arguments, num_threads)
+    else:
+        function(*arguments, 0, 1)
+
+
+@inlined
+def share(num_programs, thread, num_threads):
+    """The programs of this thread: from the first number to the second."""
+    return num_programs * thread // num_threads, num_programs * (thread + 1) // num_threads
+
+
+@cache
+def in_parts(compute: Callable) -> Callable:
+    """The function that computes a thread's share of a kernel's programs."""
+
+    @kernel
+    def part(arguments, num_programs, thread, size):
+        begin, end = share(num_programs, thread, size)
+        compute(*arguments, begin, end)
+
+    return part
+
+
+@cache
+def on_team(function: Callable) -> Callable:
+    @kernel
+    def team(arguments, num_threads):
+        in_team(function, arguments, num_threads)
+
+    return team

@@ -1,4 +1,4 @@
-"""The decode of a few sequences in one call: what a CUDA graph is on a GPU.
+"""The decode of a batch in one call: what a CUDA graph is on a GPU.
 
 `step` is the whole model on a page, in compiled Python. It calls the kernels that numba_ops calls
 layer by layer, on memory that was bound once. Each thread runs all of it: it computes its share of
@@ -17,17 +17,14 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from nanovllm.layers.numba_kernels import (
-    ZERO,
     add_and_norm_kernel,
-    as_float32,
     decode_kernel,
-    inlined,
     kernel,
     norm_and_rotate_kernel,
-    rounded,
     silu_and_mul_kernel,
 )
-from nanovllm.layers.numba_run import array
+from nanovllm.layers.numba_run import array, share
+from nanovllm.layers.numba_tiles import multiply
 
 LOOKS = 2000  # at the clock of another thread, before it may have the processor
 
@@ -103,22 +100,16 @@ let_others_run = types.ExternalFunction("sched_yield", types.int32())
 
 
 @kernel
-def wait_for_all(clocks, thread):
+def wait_for_all(clocks, thread, num_threads):
     """Returns when all threads have called this function as often as this one."""
     time = clocks[thread] + 1
     set_clock(clocks, thread, time)
-    for other in range(len(clocks)):
+    for other in range(num_threads):
         looks = 0
         while clock_of(clocks, other) < time:
             looks += 1
             if looks > LOOKS:
                 let_others_run()
-
-
-@inlined
-def share(num_programs, thread, num_threads):
-    """The programs of this thread: from the first number to the second."""
-    return num_programs * thread // num_threads, num_programs * (thread + 1) // num_threads
 
 
 # --- weights that are not quantized ---
@@ -130,20 +121,12 @@ def nothing(rows, begin, end):
 
 
 @kernel
-def multiply(out, rows, weights, layer, num_rows, begin, end):
-    weight = weights.codes[layer]
-    biases = weights.biases[layer]
-    for o in range(begin, end):
-        for t in range(num_rows):
-            total = ZERO
-            for i in range(weight.shape[1]):
-                total += as_float32(rows.x[t, i]) * as_float32(weight[o, i])
-            if len(biases):
-                total += as_float32(biases[o])
-            out[t, o] = rounded(total, out[t, o])
+def multiply_rows(out, rows, weights, layer, num_rows, begin, end):
+    x = rows.x[:num_rows]
+    multiply(out, x, weights.codes[layer], weights.biases[layer], begin, end)
 
 
-PLAIN = Form(nothing, multiply)
+PLAIN = Form(nothing, multiply_rows)
 
 
 # --- the model ---
@@ -172,8 +155,7 @@ def step_kernel(
     prepare_head, multiply_head, _ = forms.head
 
     @kernel
-    def step(inputs, model, memory, clocks, thread):
-        num_threads = len(clocks)
+    def step(inputs, model, memory, clocks, thread, num_threads):
         num_rows = len(inputs.ids)
         kv_heads = memory.k.shape[1]
         parts = kv_heads if num_rows < num_threads else 1
@@ -196,35 +178,35 @@ def step_kernel(
         for i in range(len(model.first_norms)):
             add_and_norm_kernel(hidden.x, residual, added, model.first_norms[i], eps, *tokens)
             prepare_qkv(hidden, *tokens)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             multiply_qkv(qkv, hidden, model.qkv, i, num_rows, *of_qkv)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             norms = (model.q_norms[i], model.k_norms[i])
             norm_and_rotate_kernel(q, k, v, heads, *norms, cos_sin, eps, has_norm, *tokens)
             keys = model.cache[0, i]
             values = model.cache[1, i]
             store(keys, values, k, v, inputs.slots, *tokens)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             where = (inputs.contexts, inputs.cu_blocks, inputs.block_tables)
             decode(attended, q, keys, values, *where, model.scale, kv_heads // parts, *programs)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             prepare_out(flat, *tokens)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             multiply_out(added, flat, model.out, i, num_rows, *of_size)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             add_and_norm_kernel(hidden.x, residual, added, model.second_norms[i], eps, *tokens)
             prepare_gate_up(hidden, *tokens)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             multiply_gate_up(gate_up, hidden, model.gate_up, i, num_rows, *of_gate_up)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             silu_and_mul_kernel(middle.x, gate_up, *tokens)
             prepare_down(middle, *tokens)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
             multiply_down(added, middle, model.down, i, num_rows, *of_size)
-            wait_for_all(clocks, thread)
+            wait_for_all(clocks, thread, num_threads)
         add_and_norm_kernel(last.x, residual, added, model.last_norm, eps, *tokens)
         prepare_head(last, *tokens)
-        wait_for_all(clocks, thread)
+        wait_for_all(clocks, thread, num_threads)
         multiply_head(logits, last, model.head, 0, num_rows, *of_vocabulary)
 
     return step

@@ -31,6 +31,8 @@ class Ops(Protocol):
     NAME: str  # as in Config.attention_backend, for messages
     # whether kernels are compiled when they first run: better before there are requests
     COMPILES_AT_FIRST_USE: bool
+    # as F.linear: x [T, in] times a weight [out, in] that is not quantized, and a bias or None
+    product: Callable[..., Tensor]
 
     # --- every model ---
 

@@ -5,6 +5,7 @@ Run: pytest tests/core/test_numba.py [-k thread]
 """
 
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -51,6 +52,50 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
         alone.layout = numba_ops.layout(alone)
         out = numba_ops.paged_attention(q[b : b + 1], alone, 1, 0.25)
         assert torch.equal(out[0], together[b])
+
+
+@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_in_tiles(monkeypatch, dtype, num_threads):
+    """Right for any numbers of rows and outputs, and a row is the same in any company, to the last bit."""
+    monkeypatch.setattr(numba_run, "SMALL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for size in (7, 64, 100):
+        for num_out in (1, 11, 12, 50):
+            x, weight = torch.randn(70, size), torch.randn(num_out, size)
+            x, weight, bias = x.to(dtype), weight.to(dtype), torch.randn(num_out).to(dtype)
+            all_rows = numba_ops.in_tiles(x, weight, bias)
+            expected = x.double() @ weight.T.double() + bias
+            close = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(all_rows.double(), expected, rtol=close, atol=close)
+            for num_rows in (1, 2, 3, 5, 66):
+                some = numba_ops.in_tiles(x[-num_rows:], weight, bias)
+                assert torch.equal(some, all_rows[-num_rows:])
+    no_bias = numba_ops.in_tiles(x, weight, None)
+    torch.testing.assert_close(no_bias + bias, all_rows, rtol=close, atol=close)
+
+
+WIDE = """
+from numba import types
+from nanovllm.layers import numba_kernels, numba_tiles
+
+features = {"avx2": True, "fma": True, "avx512f": True, "avx512vl": True}
+assert numba_kernels.wide(features) is None
+numba_kernels.config.CPU_FEATURES = numba_kernels.wide(features | {"avx512vnni": True})
+matrix = types.Array(types.float32, 2, "C")
+types_of = (matrix, matrix, matrix, types.Array(types.float32, 1, "C"), types.int64, types.int64)
+numba_tiles.multiply_tiles.compile(types_of)  # which does not run it
+(code,) = numba_tiles.multiply_tiles.inspect_asm().values()
+print(sum("vfmadd" in line and "%zmm" in line for line in code.splitlines()))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor's registers")
+def test_kernels_have_512_bits_where_the_clock_stays(tmp_path):
+    """The 12 sums of a tile, as they are compiled for a processor of Intel's with VNNI."""
+    env = os.environ | {"NUMBA_CPU_NAME": "icelake-server", "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", WIDE], env=env, capture_output=True, text=True)
+    assert run.stdout.split() == ["12"], run.stderr
 
 
 def test_a_call_computes_its_own_programs_only():
@@ -154,7 +199,7 @@ def test_nothing_is_compiled_after_the_start():
     llm = LLM(num_blocks=60, block_size=4, max_num_batched_tokens=24, max_num_seqs=8)
     kernels = [value for value in vars(numba_ops).values() if hasattr(value, "signatures")]
     kernels.append(numba_kernels.decode_kernel(32, 3))
-    assert llm.runner.ops is numba_ops and len(kernels) == 6
+    assert llm.runner.ops is numba_ops and len(kernels) == 7
     before = [[*kernel.signatures] for kernel in kernels]
     params = [SamplingParams(n=n, max_tokens=9, seed=n) for n in (1, 3)]
     for prompts in (["7"], PROMPTS[:2], PROMPTS):

@@ -5,6 +5,8 @@ Run: pytest tests/core/test_numba_graphs.py [-k interrupt]
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -43,7 +45,7 @@ def on_threads(monkeypatch, num_threads: int) -> None:
 @pytest.mark.parametrize("num_threads", [1, 5])
 @pytest.mark.parametrize("family, options", FORMS)
 def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, options, num_threads):
-    """Sums of integers to the last bit; others are added in another order."""
+    """To the last bit, but where oneDNN or PyTorch multiplies: they add in another order."""
     sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=24)
     llm = new_llm(save(new_model(family, **sizes), tmp_path), **options)
     runner = llm.runner
@@ -53,7 +55,7 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
     numbers = cache.restored(cache.tensor, torch.float32).normal_()
     cache.tensor.copy_(cache.stored(numbers, cache.tensor.dtype))
     with torch.inference_mode():
-        for num_seqs in (1, 3, 4):
+        for num_seqs in (1, 3, min(11, runner.recorder.sizes[-1])):
             step = step_of(runner, 17, [1] * num_seqs)
             expected = hidden_states(runner, step, numba_ops)
             logits = runner.model.lm_head(expected)
@@ -63,7 +65,7 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
             hidden, step = runner.forward(step)
             hidden = hidden.clone()
             assert step.logits is not None
-            is_exact = "quantization" in options
+            is_exact = "quantization" in options or numba_ops.product is numba_ops.in_tiles
             close = 0 if is_exact else 3e-2 if runner.dtype == torch.bfloat16 else 4e-3
             close = 3e-5 if options == {} else close
             for found, right in ((hidden, expected), (step.logits, logits)):
@@ -85,25 +87,6 @@ def test_tokens_are_those_of_transformers(tmp_path, family):
         assert found == [greedy(model, prompt, 12) for prompt in company]
 
 
-def test_an_interrupt_before_the_call_lets_the_other_threads_end(monkeypatch):
-    llm = new_llm()
-    on_threads(monkeypatch, 3)
-    expected = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    graphs = llm.runner.recorder
-    step = graphs.step
-
-    def interrupted(*arguments):
-        if arguments[-1] == 0:
-            raise KeyboardInterrupt
-        step(*arguments)
-
-    graphs.step = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate("12 + 30 =", GREEDY, use_tqdm=False)
-    graphs.step = step
-    assert llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
-
-
 def test_a_later_step_may_have_more_threads_than_the_first(monkeypatch):
     """They wait for each other, so all of them must run. On a busy machine the first step has few."""
     llm = new_llm()
@@ -115,8 +98,28 @@ def test_a_later_step_may_have_more_threads_than_the_first(monkeypatch):
         assert not recording.is_alive()
 
 
+@pytest.mark.parametrize("name", ["OMP_THREAD_LIMIT", "OMP_DYNAMIC"])
+def test_openmp_may_give_fewer_threads(name):
+    """Than it is asked for: then the step is shared between those that there are."""
+    code = """
+import torch
+from nanovllm import LLM, SamplingParams
+torch.get_num_threads = lambda: 4
+llm = LLM(attention_backend="numba", dtype="float32")
+print(llm.generate("12 + 30 =", SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {name: "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "42" in run.stdout, run.stderr
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_process_has_threads_of_its_own(monkeypatch):
+def test_a_forked_process_does_without_other_threads(monkeypatch):
     llm = new_llm()
     on_threads(monkeypatch, 2)
     record = numba_graphs.NumbaStep.record
@@ -144,6 +147,6 @@ def test_a_hook_on_a_layer_is_called():
 def test_large_weights_have_no_second_form(monkeypatch, caplog):
     monkeypatch.setattr(numba_graphs, "MOST_COPIED", 2**20)
     with caplog.at_level(logging.INFO):
-        llm = new_llm()
+        llm = new_llm(quantization="int8")
     assert llm.runner.recorder is None
-    assert "decodes run layer by layer: a second form of the weights takes 8 MiB" in caplog.text
+    assert "decodes run layer by layer: a second form of the weights takes 2 MiB" in caplog.text

@@ -31,11 +31,10 @@ class Adjustments:
 
 
 def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
-    """logits [B, vocab_size] -> a copy in fp32 with the changes, in the order of vLLM.
+    """Changes logits [B, vocab_size] in fp32, in the order of vLLM.
 
     A factor (Keskar et al., 2019, section 4.1) divides a logit above 0 and multiplies the others.
     """
-    logits = logits.to(torch.float32, copy=True)
     vocab_size = logits.shape[1]
     flat = logits.view(-1)
     # given their length, a GPU need not be waited for
@@ -55,12 +54,15 @@ def adjusted(logits: Tensor, changes: Adjustments) -> Tensor:
 
 
 def adjusted_logits(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """The logits [B, vocab_size] with all biases and penalties; the same ones if there are none."""
+    """The logits [B, vocab_size] with all biases and penalties, in fp32; the same ones if there are
+    none. In place of logits in fp32, if no log-probabilities are wanted of them."""
     adjustments = adjustments_of(seqs)
     if not len(adjustments.biases) + len(adjustments.tokens):  # min_tokens are reached
         return masked_logits(logits, seqs)
-    moved = move(tensors_of(adjustments), logits.device)
-    return masked_logits(adjusted(logits, with_tensors(adjustments, moved)), seqs)
+    changes = with_tensors(adjustments, move(tensors_of(adjustments), logits.device))
+    are_read_again = any(seq.request.num_logprobs is not None for seq in seqs)
+    logits = logits.to(torch.float32, copy=are_read_again)
+    return masked_logits(adjusted(logits, changes), seqs)
 
 
 def adjustments_of(seqs: list[Sequence]) -> Adjustments:

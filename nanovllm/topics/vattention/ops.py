@@ -25,6 +25,7 @@ COMPILES_AT_FIRST_USE = False
 add_and_norm = torch_ops.add_and_norm
 copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate
+product = torch_ops.product
 sample = torch_ops.sample
 silu_and_mul = torch_ops.silu_and_mul
 recorder = torch_ops.recorder
