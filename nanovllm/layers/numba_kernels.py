@@ -12,7 +12,7 @@ float32; a 16-bit result is rounded once, at the end.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -34,16 +34,16 @@ LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 
 
-def wide(features: Mapping[str, bool]) -> str | None:
-    """What LLVM is to know of a processor, if it has vectors of 512 bits that are worth their
-    while: those without VNNI lower their clock for them, so LLVM avoids them on all of Intel's."""
-    if not features.get("avx512vnni"):
-        return None
-    return f"{llvmlite.binding.FeatureMap(features).flatten()},-prefer-256-bit"
+def use_wide_vectors() -> None:
+    """Lets LLVM use vectors of 512 bits. It avoids them on Intel's processors, because the first
+    ones lower their clock for them. Those with VNNI do not. Call it before a kernel is compiled."""
+    features = llvmlite.binding.get_host_cpu_features()
+    is_ours = config.CPU_NAME is None and config.CPU_FEATURES is None  # type: ignore[attr-defined]
+    if is_ours and features.get("avx512vnni"):
+        config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"  # type: ignore[attr-defined]
 
 
-if config.CPU_NAME is None and config.CPU_FEATURES is None:  # type: ignore[attr-defined]
-    config.CPU_FEATURES = wide(llvmlite.binding.get_host_cpu_features())  # type: ignore[attr-defined]
+use_wide_vectors()
 
 # sums may be reordered, so that they are vectorized; infinities and NaN stay what they are
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
