@@ -8,6 +8,7 @@ tests/core/test_ops.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,9 +92,15 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
 def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes Ops.product."""
     out = x.new_empty(len(x), len(weight))
-    tensors = (out, x, weight, weight.new_zeros(len(weight)) if bias is None else bias)
-    run(multiply, (*map(array, tensors),), len(weight), len(x) * weight.numel())
+    biases = no_biases(len(weight)) if bias is None else array(bias)
+    arguments = (*map(array, (out, x, weight)), biases)
+    run(multiply, arguments, len(weight), len(x) * weight.numel())
     return out
+
+
+@cache
+def no_biases(num_out: int) -> np.ndarray:
+    return np.zeros(num_out, np.float32)
 
 
 product = in_tiles if ARE_FASTEST else torch_ops.product
