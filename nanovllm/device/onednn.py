@@ -28,7 +28,8 @@ def convert(
         trim()
     elif linear.num_experts is None:  # experts.py multiplies matrices one by one
         linear.product = product
-        use_onednn(linear)
+        if product is F.linear:
+            use_onednn(linear)
 
 
 def use_onednn(linear: Linear) -> None:
@@ -41,8 +42,7 @@ def use_onednn(linear: Linear) -> None:
     weight whose rows have more than 1,024 numbers: there, a row alone may round differently.
     """
     plain = linear.weight
-    is_plain = linear.product is F.linear
-    if plain.device.type != "cpu" or not (is_plain and onednn_is_faster(plain.dtype)):
+    if plain.device.type != "cpu" or not onednn_is_faster(plain.dtype):
         return
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight(plain)
