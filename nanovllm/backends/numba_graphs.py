@@ -14,6 +14,7 @@ import torch
 from numba.core import config
 from torch import Tensor, nn
 
+from nanovllm.device.changes import Changes
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel
@@ -47,8 +48,7 @@ class NumbaStep:
     """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
     def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms):
-        self.hooks = [module._forward_hooks for module in model.modules()]
-        self.hooks += [module._forward_pre_hooks for module in model.modules()]
+        self.changes = Changes(model)
         self.pool: ThreadPoolExecutor | None = None
         self.process = 0  # whose threads the pool has
         self.sizes = [FEW]  # one function serves all numbers of sequences up to this one
@@ -118,10 +118,10 @@ class NumbaStep:
 
     def size_for(self, step: StepInputs) -> int | None:
         """The number of sequences; None if another way must compute the step: it has chunks, or
-        a hook looks at a layer."""
+        the user has changed the model."""
         num_seqs = len(step.batch.context_lens)
         has_chunks = step.batch.num_decodes < num_seqs
-        return None if has_chunks or num_seqs > FEW or any(self.hooks) else num_seqs
+        return None if has_chunks or num_seqs > FEW or self.changes.found() else num_seqs
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step with its logits."""
