@@ -113,18 +113,24 @@ class VirtualCache(KVCache):
 
     def show(self, batch: Batch) -> list[int]:
         """Maps the blocks of each sequence of a step into a row. A sequence gets NO_ROW if no row
-        is left."""
+        is left. A last block that the step begins becomes zeros: a window also has the keys behind
+        the end of a short sequence. Their weight is 0, but 0 times NaN is NaN."""
         block_ids = batch.block_tables.tolist()
         firsts = batch.cu_blocks.tolist()
         ends = batch.cu_seqlens_q.tolist()
         tables = []
         starts = []
+        begun = []
         for b, context in enumerate(batch.context_lens.tolist()):
             num_blocks = -(-context // self.block_size)
             end = firsts[b] + num_blocks
             tables.append(block_ids[firsts[b] : end])
             num_queries = ends[b + 1] - ends[b]
-            starts.append(context - num_queries)
+            start = context - num_queries
+            starts.append(start)
+            if start <= (num_blocks - 1) * self.block_size:
+                begun.append(block_ids[end - 1])
+        self.tensor[:, :, begun] = 0
         return self.page_table.show(tables, starts)
 
 
