@@ -266,6 +266,22 @@ def test_what_was_in_flight_when_all_were_aborted_is_dropped():
     check_clean(llm)
 
 
+def test_no_step_stays_in_flight_when_the_last_request_is_aborted():
+    llm = device_llm()
+    llm.add_request(PROMPT, params(30), "a")
+    llm.step()
+    llm.abort("a")
+    llm.step()
+    assert llm.recovery.in_flight is None and llm.stats()["wasted_tokens"] == 1
+    llm.add_request(PROMPT, params(3), "b")
+    num_calls = 0
+    while llm.has_unfinished():
+        llm.step()
+        num_calls += 1
+    assert num_calls == 3
+    check_clean(llm)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "folder",
