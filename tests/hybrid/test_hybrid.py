@@ -166,7 +166,9 @@ def test_rounded_numbers_are_close(options, tolerance, backend, model):
 
 def test_groups_that_do_not_divide_the_values(tmp_path):
     path = save(new_model("qwen3_5_text", hidden_size=64, intermediate_size=64), tmp_path)
-    with pytest.raises(ValueError, match="groups of 32 numbers do not divide rows of 48"):
+    with pytest.raises(
+        ValueError, match="with this model: groups of 32 numbers do not divide rows of 48"
+    ):
         LLM(path, **OPTIONS, quantization="int4")
 
 
