@@ -102,8 +102,6 @@ class VirtualCache(KVCache):
         address = memory.reserve(size)
         memory.map(address, 0, size)
         blocks = memory.view(address, size)
-        if blocks.is_cuda:  # a GPU's memory comes with what its last owner has left there
-            blocks.zero_()
         super().__init__(shape.seen_in(blocks, shape.block_size))
         self.page_table = PageTable(shape, num_blocks, memory)
         rows = memory.view(self.page_table.address, self.page_table.num_bytes)
