@@ -14,7 +14,7 @@ import torch
 from numba.core import config
 from torch import Tensor, nn
 
-from nanovllm.device.changes import Changes
+from nanovllm.backends.numba_changes import Changes
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel

@@ -124,7 +124,7 @@ def test_triton_is_right_and_a_wrong_replay_is_named(monkeypatch):
         {"num_blocks": 1, "max_model_len": 16},
         {"block_size": 1, "num_blocks": 64},
         {"attention_backend": "torch"},
-        {"dtype": "float16"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16"},
         pytest.param({"attention_backend": "vattention"}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=[pytest.mark.slow, pytest.mark.cpu]),

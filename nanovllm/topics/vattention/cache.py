@@ -120,14 +120,13 @@ class VirtualCache(KVCache):
         starts = []
         begun = []
         for b, context in enumerate(batch.context_lens.tolist()):
-            num_blocks = -(-context // self.block_size)
-            end = firsts[b] + num_blocks
-            tables.append(block_ids[firsts[b] : end])
-            num_queries = ends[b + 1] - ends[b]
-            start = context - num_queries
+            i = (context - 1) // self.block_size
+            table = block_ids[firsts[b] : firsts[b] + i + 1]
+            tables.append(table)
+            start = context - (ends[b + 1] - ends[b])
             starts.append(start)
-            if start <= (num_blocks - 1) * self.block_size:
-                begun.append(block_ids[end - 1])
+            if start <= i * self.block_size:
+                begun.append(table[i])
         self.tensor[:, :, begun] = 0
         return self.page_table.show(tables, starts)
 
