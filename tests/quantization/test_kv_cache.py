@@ -184,14 +184,6 @@ def test_an_engine_on_two_ranks(path, alone):
         assert tokens(llm) == alone
 
 
-@pytest.mark.parametrize("backend", ["torch", NUMBA, pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow])])  # fmt: skip
-def test_an_engine_checks_its_kernels(path, backend):
-    options = dict(attention_backend=backend, num_blocks=12, max_model_len=64, max_num_seqs=2)
-    options |= dict(dtype="float32", kv_cache_dtype="int8", check_kernels="always")
-    with LLM(path, **options) as llm:
-        assert not llm.runner.kv_cache.tensor.any()
-
-
 @pytest.mark.cpu  # whose cache is as large as one says
 def test_a_block_has_a_quarter_of_the_bytes(path, caplog):
     plain = CacheShape(28, 16, 8, 128, torch.float32)

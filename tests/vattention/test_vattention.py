@@ -523,7 +523,8 @@ def test_what_holds_for_paging_in_software_holds_here():
     """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
     names = ["core/test_fuzz", "decoding/test_beam_search"]
-    check_with("vattention_default", [f"{name}*" for name in names], "-k", f"not ({others})")
+    options = {"attention_backend": "vattention"}
+    check_with(options, [f"{name}*" for name in names], "-k", f"not ({others})")
 
 
 # --- what cannot work ---
