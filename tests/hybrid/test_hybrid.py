@@ -430,7 +430,7 @@ def forget_to_own(manager, seq, num_tokens):
     [
         ({"fork": forget_owner}, "slot . is in 2 sequences, but its slot_owners is 1"),
         ({"free": forget_slot}, "slot . is in 0 sequences, but its slot_owners is 1"),
-        ({"allocate": forget_to_own}, "has blocks and no slot"),
+        ({"allocate": forget_to_own}, "slot 0 is in 1 sequences, but its slot_owners is 0"),
     ],
 )
 def test_a_method_that_loses_a_slot_is_named(method, what, model):
