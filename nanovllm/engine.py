@@ -162,18 +162,22 @@ class LLM:
         return self.states.take() if report else []
 
     def _step(self) -> None:
-        """Plans a step, computes it, and delivers its tokens. Without unfinished requests, it does
-        nothing more than settle what has come in. A step that fails is not counted."""
+        """Plans a step, computes it, and delivers its tokens. Without unfinished requests, nothing
+        is computed, and only what has come in is settled. A step that fails is not counted. If no
+        request is left, the step in flight is dropped, and its tokens are counted as wasted."""
         self.inbox.settle()  # new requests and aborts take effect here
-        if not self.states.unfinished:
-            return
-        start = time.perf_counter()
-        with self.recovery.of_step():  # an exception ends at most the request that caused it
-            schedule, drawn = self._plan_and_run()
-            self.planner.update(schedule, *drawn)
-            self._deliver(schedule)
-        if self.recovery.schedule is not None:  # the step has not failed
-            self._count(self.recovery.schedule, time.perf_counter() - start)
+        if self.states.unfinished:
+            start = time.perf_counter()
+            with self.recovery.of_step():  # an exception ends at most the request that caused it
+                schedule, drawn = self._plan_and_run()
+                self.planner.update(schedule, *drawn)
+                self._deliver(schedule)
+            if self.recovery.schedule is not None:  # the step has not failed
+                self._count(self.recovery.schedule, time.perf_counter() - start)
+        behind = self.recovery.in_flight
+        if behind is not None and not self.states.unfinished:  # no request waits for its tokens
+            self.counts.wasted_tokens += len(behind.schedule.sampled)
+            self.recovery.in_flight = None
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its blocks before the next step. Returns False if no unfinished
@@ -388,8 +392,7 @@ class LLM:
 
     def _deliver(self, schedule: Schedule) -> None:
         """Reports the tokens of the step to requests that are watched, or that have ended.
-        Sequences that end by their text are finished. If no request is left, the step that is in
-        flight is dropped, and its tokens are counted as wasted."""
+        Sequences that end by their text are finished."""
         news: dict[RequestState, None] = {}  # an ordered set
         for seq in schedule.sampled:
             state = self.states.unfinished[seq.request.request_id]
@@ -398,10 +401,6 @@ class LLM:
         for state in news:
             for seq in self.states.report(state):
                 self.scheduler.finish(seq, seq.finish_reason or "stop")
-        behind = self.recovery.in_flight
-        if behind is not None and not self.states.unfinished:  # no request waits for its tokens
-            schedule.num_wasted += len(behind.schedule.sampled)
-            self.recovery.in_flight = None
 
     def _count(self, schedule: Schedule, seconds: float) -> None:
         self.counts.add(schedule, seconds)

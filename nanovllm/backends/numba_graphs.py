@@ -12,6 +12,7 @@ import torch
 from numba.core import config
 from torch import Tensor, nn
 
+from nanovllm.backends.numba_changes import Changes
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel
@@ -47,8 +48,6 @@ class NumbaStep:
     """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
     def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms, largest: int):
-        self.hooks = [module._forward_hooks for module in model.modules()]
-        self.hooks += [module._forward_pre_hooks for module in model.modules()]
         self.sizes = [1, largest]  # one function serves all numbers of sequences between these
         decoder = model.model
         layers: Any = decoder.layers
@@ -107,6 +106,7 @@ class NumbaStep:
             last=new_rows(self.last, forms.head),
             logits=array(self.logits),
         )
+        self.changes = Changes(model)
 
     def record(self, size: int) -> None:
         """Compiles the function: runs it for so many sequences, all in the first block."""
@@ -117,10 +117,10 @@ class NumbaStep:
 
     def size_for(self, step: StepInputs) -> int | None:
         """The number of sequences; None if another way must compute the step: it has chunks, or
-        a hook looks at a layer."""
+        the user has changed the model."""
         num_seqs = len(step.batch.context_lens)
         has_chunks = step.batch.num_decodes < num_seqs
-        if has_chunks or num_seqs > self.sizes[-1] or any(self.hooks):
+        if has_chunks or num_seqs > self.sizes[-1] or self.changes.found():
             return None
         return num_seqs
 

@@ -1,6 +1,6 @@
 """The decode of few sequences in one call, against the same step layer by layer.
 
-Run: pytest tests/core/test_numba_graphs.py [-k interrupt]
+Run: pytest tests/core/test_numba_step.py [-k interrupt]
 """
 
 import logging
@@ -12,9 +12,12 @@ import threading
 import pytest
 import torch
 from checkpoints import greedy, new_model, save
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import numba_ops
+from nanovllm.models.dense import MLP
 from nanovllm.topics.checks.kernels import hidden_states, step_of
 
 numba_graphs = pytest.importorskip("nanovllm.backends.numba_graphs")
@@ -24,9 +27,9 @@ FORMS = [
     ("qwen3", {}),
     ("qwen2", {}),
     ("llama", {"dtype": "bfloat16"}),
-    ("qwen3", {"dtype": "float16", "kv_cache_dtype": "int8"}),
-    ("qwen2", {"quantization": "int8"}),
     ("qwen2", {"quantization": "int4", "dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    ("qwen2", {"quantization": "int8"}),
+    ("qwen3", {"dtype": "float16", "kv_cache_dtype": "int8"}),
     ("llama", {"quantization": "int8", "dtype": "bfloat16"}),
 ]
 
@@ -46,7 +49,7 @@ def on_threads(monkeypatch, num_threads: int) -> None:
 @pytest.mark.parametrize("family, options", FORMS)
 def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, options, num_threads):
     """To the last bit, but where oneDNN or PyTorch multiplies: they add in another order."""
-    sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=24)
+    sizes = dict(hidden_size=96, intermediate_size=160, num_attention_heads=4, head_dim=16)
     llm = new_llm(save(new_model(family, **sizes), tmp_path), **options)
     runner = llm.runner
     assert isinstance(runner.recorder, numba_graphs.NumbaStep)
@@ -131,17 +134,69 @@ def test_a_forked_process_does_without_other_threads(monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_hook_on_a_layer_is_called():
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_on_a_layer_is_called(is_global):
     llm = new_llm()
+    mlp = llm.runner.model.model.layers[1].mlp
     calls = []
-    handle = llm.runner.model.model.layers[1].mlp.register_forward_hook(
-        lambda module, inputs, result: calls.append(len(result))
-    )
+    register = register_module_forward_hook if is_global else mlp.register_forward_hook
+
+    def hook(module, inputs, result):
+        if module is mlp:
+            calls.append(len(result))
+
+    handle = register(hook)
     llm.generate("7", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert calls[-2:] == [1, 1]
     handle.remove()
     llm.generate("7", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(calls) == 3
+
+
+def replace_weight(layer, _):
+    down = layer.mlp.down_proj
+    down.weight = nn.Parameter(down.weight.clone().mul_(0), requires_grad=False)
+
+
+def replace_data(layer, _):
+    weight = layer.mlp.down_proj.weight
+    weight.data = weight.data.clone().mul_(0)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x)
+
+
+CHANGES = {  # of a layer: in the end, the MLP adds nothing
+    "in place": lambda layer, _: layer.mlp.down_proj.weight.mul_(0),
+    "through data": lambda layer, _: layer.mlp.down_proj.weight.data.zero_(),
+    "other data": replace_data,
+    "another weight": replace_weight,
+    "a norm": lambda layer, _: layer.post_attention_layernorm.weight.data.fill_(0),
+    "another layer": lambda layer, _: setattr(layer, "mlp", Nothing()),
+    "a function": lambda layer, _: setattr(layer.mlp, "forward", torch.zeros_like),
+    "a method": lambda layer, patch: patch.setattr(MLP, "forward", Nothing.forward),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_after_the_load_counts(tmp_path, monkeypatch, caplog, name):
+    path = save(new_model("qwen2"), tmp_path)
+    answers = []
+    for is_eager in (True, False):
+        llm = new_llm(path, enforce_eager=is_eager, enable_prefix_caching=False)
+        with torch.no_grad(), monkeypatch.context() as patch:
+            for _ in range(2):
+                answers.append(
+                    llm.generate([3, 4, 5], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+                )
+                for layer in llm.runner.model.model.layers:
+                    CHANGES[name](layer, patch)
+            llm.close()
+    first, changed, *recorded = answers
+    assert recorded == [first, changed] and first != changed
+    assert caplog.text.count("a layer or a weight has changed") == 1
 
 
 def test_large_weights_have_no_second_form(monkeypatch, caplog):

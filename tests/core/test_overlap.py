@@ -201,6 +201,7 @@ def logprobs(output) -> list[float]:
     return [value for entry in entries for value in entry.values()]
 
 
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "options",
@@ -252,13 +253,17 @@ def test_a_step_that_fails_once_changes_no_answer(where, call):
 # --- while a step is in flight ---
 
 
-def test_what_was_in_flight_when_all_were_aborted_is_dropped():
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_was_in_flight_when_all_were_aborted_is_dropped(is_settled):
     llm = device_llm()
     for name in "ab":
         llm.add_request(PROMPT, params(30), name)
     llm.step()
     for name in "ab":
         llm.abort(name)
+    if is_settled:
+        llm.step()
+        assert llm.recovery.in_flight is None
     llm.add_request(PROMPT, params(3), "c")
     expected = device_llm().generate(PROMPT, params(3), use_tqdm=False)[0]
     assert result(go_on(llm)["c"]) == result(expected)
@@ -272,4 +277,4 @@ def test_what_was_in_flight_when_all_were_aborted_is_dropped():
     ["core/test_[cefpr]*.py", "swapping", "processing"],
 )
 def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight(folder):
-    check_with("overlap_default", [folder if "." in folder else f"{folder}/test_*.py"])
+    check_with({"overlap": True}, [folder if "." in folder else f"{folder}/test_*.py"])

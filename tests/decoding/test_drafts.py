@@ -334,7 +334,8 @@ def test_the_same_tokens_whatever_is_proposed(expected, options, right):
 def test_what_holds_without_draft_tokens_holds_with_them():
     """The same tests, with draft tokens as the default. They count no steps."""
     names = ["core/test_fuzz", "decoding/test_[ms]"]
-    check_with("drafts_default", [f"{name}*.py" for name in names])
+    options = {"speculative_config": {"prompt_lookup_min": 1}}
+    check_with(options, [f"{name}*.py" for name in names])
 
 
 def test_a_sample_that_is_the_beginning_of_another_keeps_its_last_token():

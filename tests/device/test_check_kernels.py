@@ -123,8 +123,8 @@ def test_triton_is_right_and_a_wrong_replay_is_named(monkeypatch):
         {},
         {"num_blocks": 1, "max_model_len": 16},
         {"block_size": 1, "num_blocks": 64},
-        {"attention_backend": "torch"},
-        {"dtype": "float16"},
+        {"attention_backend": "torch", "kv_cache_dtype": "int8"},
+        pytest.param({"dtype": "float16", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
         {"dtype": "bfloat16"},
         pytest.param({"attention_backend": "vattention"}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=[pytest.mark.slow, pytest.mark.cpu]),
@@ -132,6 +132,7 @@ def test_triton_is_right_and_a_wrong_replay_is_named(monkeypatch):
 )
 def test_any_engine_may_ask_for_it(options):
     with LLM(**SMALL | {"check_kernels": "always"} | options) as llm:
+        assert not llm.runner.kv_cache.tensor.any()
         (output,) = llm.generate("1 + 1", use_tqdm=False)
         assert output.outputs[0].token_ids
 

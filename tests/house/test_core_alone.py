@@ -25,13 +25,16 @@ import torch
 from nanovllm import LLM, SamplingParams
 
 torch.set_num_threads(1)  # with more, a step looks how many processors are free
-backend, dtype = sys.argv[1:]
-llm = LLM(attention_backend=backend, dtype=dtype, num_blocks=50)
-llm.generate("12 + 30 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"}
+backend, *dtypes = sys.argv[1:]
+loaded = []
+for dtype in dtypes:
+    llm = LLM(attention_backend=backend, dtype=dtype, num_blocks=50)
+    llm.generate("12 + 30 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    modules = [(name, module) for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
+    loaded.append({name: module.__file__ for name, module in modules})
 
 lines = set()
-package = os.path.dirname(loaded["nanovllm"])
+package = os.path.dirname(loaded[0]["nanovllm"])
 
 
 def trace(frame, event, arg):
@@ -50,37 +53,39 @@ print(json.dumps({"loaded": loaded, "lines": sorted(lines)}))
 
 
 @cache
-def prompt_alone(backend: str, dtype: str = "float32") -> dict:
-    """The modules that an engine and a greedy prompt load, and the lines that the prompt runs."""
-    command = [sys.executable, "-c", CODE, backend, dtype]
+def prompt_alone(backend: str, *dtypes: str) -> dict:
+    """The modules that an engine and a greedy prompt load, in each dtype, and the lines that the last prompt runs."""
+    command = [sys.executable, "-c", CODE, backend, *dtypes]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def topics(found: dict) -> set[str]:
-    return {name for name in found["loaded"] if name.startswith("nanovllm.topics.")}
+def topics(loaded: dict) -> set[str]:
+    return {name for name in loaded if name.startswith("nanovllm.topics.")}
 
 
 def test_a_greedy_prompt_loads_no_topic():
     """Nor a model family that is not that of the embedded model."""
-    found = prompt_alone("torch")
-    assert topics(found) == set()
-    assert not [name for name in found["loaded"] if "experts" in name]
+    (loaded,) = prompt_alone("torch", "float32")["loaded"]
+    assert topics(loaded) == set()
+    assert not [name for name in loaded if "experts" in name]
 
 
 def test_numba_loads_only_what_its_warm_up_needs():
     """In float32 nothing. In bfloat16 the warm-up has a penalty, which makes logits float32."""
     pytest.importorskip("numba")
-    assert topics(prompt_alone("numba")) == set()
+    first, second = prompt_alone("numba", "float32", "bfloat16")["loaded"]
+    assert topics(first) == set()
     decoding = {"", ".drafts", ".masks", ".penalties", ".rules", ".structured"}
     allowed = {f"nanovllm.topics.decoding{name}" for name in decoding}
-    assert topics(prompt_alone("numba", "bfloat16")) <= allowed
+    assert topics(second) <= allowed
 
 
 def test_a_greedy_prompt_loads_and_runs_few_lines():
     """Lines are counted without comments and docstrings. A user makes the SamplingParams: their file is not counted."""
-    found = prompt_alone("torch")
-    sizes = [size_of(Path(file).read_text(encoding="utf-8")) for file in found["loaded"].values()]
+    found = prompt_alone("torch", "float32")
+    (loaded,) = found["loaded"]
+    sizes = [size_of(Path(file).read_text(encoding="utf-8")) for file in loaded.values()]
     num_loaded = sum(size.lines for size in sizes)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"loads ([\d,]+) lines", readme)

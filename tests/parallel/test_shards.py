@@ -36,6 +36,8 @@ SHAPES = {
     "hybrid_moe": {"family": "qwen3_5_moe_text", "linear_num_key_heads": 4, **EIGHT_HEADS},
     "qwen2_12_heads": {"family": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 6},
 }
+# each number of heads would be compiled
+OPTIONS = {"dtype": "float32", "num_blocks": 32, "attention_backend": "torch"}
 IDS = [[3, 1, 4, 1, 5, 9, 2, 6], [100, 0, 50], list(range(30))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -70,8 +72,8 @@ def same(outputs, expected) -> None:
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "12" not in name])
 def test_the_summands_add_up_to_the_whole(models, shape, size):
     path = models(shape)
-    expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
-    ranks = Threads(path, size, num_blocks=32)
+    expected = LLM(str(path), **OPTIONS).generate(IDS, GREEDY, use_tqdm=False)
+    ranks = Threads(path, size, **OPTIONS)
     with ranks as llm:
         at_start = ranks.leader.group.num_added  # kernels that are compiled have had their steps
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
@@ -84,16 +86,16 @@ def test_the_summands_add_up_to_the_whole(models, shape, size):
 )
 def test_ranks_that_divide_other_numbers(models, size):
     path = models("qwen2_12_heads")
-    expected = LLM(str(path), dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
-    with Threads(path, size, num_blocks=32) as llm:
+    expected = LLM(str(path), **OPTIONS).generate(IDS, GREEDY, use_tqdm=False)
+    with Threads(path, size, **OPTIONS) as llm:
         same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
 
 
 @pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="os.register_at_fork is not there")
 def test_one_rank_alone(models):
     path = str(models("qwen3_tied"))
-    expected = LLM(path, dtype="float32", num_blocks=32).generate(IDS, GREEDY, use_tqdm=False)
-    llm = one_rank("cpu", model=path, dtype="float32", num_blocks=32)
+    expected = LLM(path, **OPTIONS).generate(IDS, GREEDY, use_tqdm=False)
+    llm = one_rank("cpu", model=path, **OPTIONS)
     at_start = llm.runner.group.num_gathered
     same(llm.generate(IDS, GREEDY, use_tqdm=False), expected)
     assert llm.runner.group.num_gathered - at_start == llm.counts.steps

@@ -25,7 +25,8 @@ from nanovllm.topics.quantization.layers import quantizer
 
 PROMPT = [*range(1, 60)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-OPTIONS = {"dtype": "float32", "num_blocks": 50}
+# one call would be compiled for each form; with such weights, test_numba_step.py compares it
+OPTIONS = {"dtype": "float32", "num_blocks": 50, "enforce_eager": True}
 SIZES = {"hidden_size": 128, "head_dim": 32}
 QWEN2 = {"hidden_size": 128, "family": "qwen2"}
 # each token uses all experts: a rounded row could choose other ones

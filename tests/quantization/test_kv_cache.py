@@ -80,7 +80,7 @@ def test_a_kernel_stores_the_same_bits(backend, dtype, head_dim):
 
 @not_finite
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_that_of_the_reference(backend, group, block_size):
     batch, floats, new = int8_batch(MIXTURE, 2, 20, block_size=block_size, seed=group)
@@ -184,18 +184,12 @@ def test_an_engine_on_two_ranks(path, alone):
         assert tokens(llm) == alone
 
 
-@pytest.mark.parametrize("backend", ["torch", NUMBA, pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow])])  # fmt: skip
-def test_an_engine_checks_its_kernels(backend):
-    options = dict(attention_backend=backend, num_blocks=12, max_model_len=64, max_num_seqs=2)
-    with LLM(dtype="float32", kv_cache_dtype="int8", check_kernels="always", **options) as llm:
-        assert not llm.runner.kv_cache.tensor.any()
-
-
 @pytest.mark.cpu  # whose cache is as large as one says
 def test_a_block_has_a_quarter_of_the_bytes(path, caplog):
     plain = CacheShape(28, 16, 8, 128, torch.float32)
     assert plain.block_bytes == 2 * 28 * 16 * 8 * 512
-    sizes = dict(block_size=4, max_num_seqs=256, kv_cache_gib=0.002, dtype="float32")
+    sizes = dict(block_size=4, max_num_seqs=256, kv_cache_gib=0.002, enforce_eager=True)
+    sizes["dtype"] = "float32"
     int8, floats = (LLM(path, kv_cache_dtype=name, **sizes).runner for name in ("int8", "auto"))
     assert int8.shape[:5] == (2, 4, 2, 36, torch.int8) and floats.shape.dtype == torch.float32
     assert int8.shape.block_bytes * 128 == floats.shape.block_bytes * 36

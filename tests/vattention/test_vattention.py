@@ -394,25 +394,6 @@ def test_every_split_into_cached_and_new_at_block_borders(context):
         check([(length, context)], 4, 2, 16, seed=length)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_stays_with_its_sequence(value):
-    """In one group: the second one has written it into a block, which the first one has later, behind its end."""
-    decodes = [(1, context) for context in (40, 17, 39, 18)]
-    batch = check(decodes, 6, 2, 32, block_size=4)
-    assert len(batch.layout.parts) == 1
-    q = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(2))
-    before = vattention.paged_attention(q, batch, 1, 0.2)
-    new = torch.full((2, 4, 2, 32), value)
-    others = batch.slot_mapping.clone()
-    batch.slot_mapping = (
-        others + 1
-    )  # the next token's place, behind the end of sequences that have room
-    vattention.store_kv(new[0], new[1], batch, 1)
-    behind = [1, 3]  # 17 and 18 tokens end within a block
-    after = vattention.paged_attention(q, batch, 1, 0.2)
-    assert torch.equal(after[behind], before[behind]) and not after.isnan().any()
-
-
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
     batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
     batch = virtual(batch, num_rows=4)
@@ -468,6 +449,40 @@ def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_with_its_request(tmp_path, monkeypatch, value):
+    """It is the embedding of token 7, and what all blocks hold at the start. Blocks are used again."""
+    monkeypatch.setattr(logging.getLogger("nanovllm.recovery"), "disabled", True)  # as below
+    model = new_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = value
+    llm = LLM(
+        save(model, tmp_path),
+        dtype="float32",
+        attention_backend="vattention",
+        num_blocks=40,
+        block_size=8,
+        max_num_batched_tokens=16,
+        max_model_len=80,
+    )
+    prompts = [[10 + i] * (3 + 5 * i) for i in range(6)]
+    alone = [tokens(llm.generate(prompt, GREEDY, use_tqdm=False)) for prompt in prompts]
+    llm.runner.kv_cache.tensor.fill_(value)
+    llm.reset_prefix_cache()
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == [one for (one,) in alone]
+    assert llm.stats()["failed_steps"] == 0
+    for _ in range(2):
+        for i, prompt in enumerate(prompts):
+            llm.add_request(prompt, GREEDY, str(i))
+            llm.add_request([*prompt, 7, *prompt], GREEDY, f"{i}, wrong")
+        outputs = {}
+        while llm.has_unfinished():
+            outputs |= {output.request_id: output for output in llm.step()}
+        for i, expected in enumerate(alone):
+            assert tokens([outputs[str(i)]]) == expected
+            assert "logits are NaN or infinite" in str(outputs[f"{i}, wrong"].error)
+
+
 def test_a_mapping_that_fails_ends_one_step_and_the_engine_goes_on(path, monkeypatch):
     """The system may lack mappings when it is too late to refuse the engine."""
     # pytest keeps what is logged, an error keeps its frames, and these keep the engine
@@ -508,7 +523,8 @@ def test_what_holds_for_paging_in_software_holds_here():
     """The same tests, with this backend as the default. They ask for blocks of a size in bytes, or of three tokens."""
     others = "room_for_no_block or more_memory_than_there_is or block_size_does_not_matter"
     names = ["core/test_fuzz", "decoding/test_beam_search"]
-    check_with("vattention_default", [f"{name}*" for name in names], "-k", f"not ({others})")
+    options = {"attention_backend": "vattention"}
+    check_with(options, [f"{name}*" for name in names], "-k", f"not ({others})")
 
 
 # --- what cannot work ---

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, repeat
 from operator import eq
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
@@ -25,17 +26,25 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     num_keys = sum(block.key is not None for block in manager.blocks)
     num_cached = len(manager.cached_blocks)
     assert num_keys == num_cached, f"{num_keys} blocks have a key, {num_cached} can be found"
+    states: Any = manager  # see topics/hybrid/states.py
+    if hasattr(states, "slot_owners"):
+        slots = [[seq.state_slot] for seq in sequences if seq.block_table]
+        free = {0, *states.free_slots}
+        check_owners("slot", slots, states.slot_owners, free, "sequences, but its slot_owners")
 
 
 def check_owners(
-    name: str, tables: list[list[int]], ref_counts: list[int], free: Iterable[int]
+    name: str,
+    tables: list[list[int]],
+    ref_counts: list[int],
+    free: Iterable[int],
+    how_often: str = "tables, but its ref_count",
 ) -> None:
     owners = Counter(chain.from_iterable(tables))
     listed = [*map(owners.get, range(len(ref_counts)), repeat(0))]
     if listed != ref_counts:
         i = [*map(eq, listed, ref_counts)].index(False)
-        where = f"is in {listed[i]} tables"
-        raise AssertionError(f"{name} {i} {where}, but its ref_count is {ref_counts[i]}")
+        raise AssertionError(f"{name} {i} is in {listed[i]} {how_often} is {ref_counts[i]}")
     both = owners.keys() & free
     assert not both, f"these {name}s are free and in use: {both}"
     num_lost = len(ref_counts) - len(owners.keys() | free)

@@ -53,10 +53,9 @@ def check_widths(hf_config, num_ranks: int, group: int, setting: str) -> None:
         widths.append(values // num_ranks)
     for width in widths:
         if width % group:
+            where = f"tensor_parallel_size={num_ranks}" if num_ranks > 1 else "this model"
             why = f"groups of {group} numbers do not divide rows of {width}"
-            raise ValueError(
-                f"{setting} is not possible with tensor_parallel_size={num_ranks}: {why}"
-            )
+            raise ValueError(f"{setting} is not possible with {where}: {why}")
 
 
 def in_few_bits(

@@ -102,8 +102,6 @@ class VirtualCache(KVCache):
         address = memory.reserve(size)
         memory.map(address, 0, size)
         blocks = memory.view(address, size)
-        if blocks.is_cuda:  # a GPU's memory comes with what its last owner has left there
-            blocks.zero_()
         super().__init__(shape.seen_in(blocks, shape.block_size))
         self.page_table = PageTable(shape, num_blocks, memory)
         rows = memory.view(self.page_table.address, self.page_table.num_bytes)
@@ -113,18 +111,23 @@ class VirtualCache(KVCache):
 
     def show(self, batch: Batch) -> list[int]:
         """Maps the blocks of each sequence of a step into a row. A sequence gets NO_ROW if no row
-        is left."""
+        is left. A last block that the step begins becomes zeros: a window also has the keys behind
+        the end of a short sequence. Their weight is 0, but 0 times NaN is NaN."""
         block_ids = batch.block_tables.tolist()
         firsts = batch.cu_blocks.tolist()
         ends = batch.cu_seqlens_q.tolist()
         tables = []
         starts = []
+        begun = []
         for b, context in enumerate(batch.context_lens.tolist()):
-            num_blocks = -(-context // self.block_size)
-            end = firsts[b] + num_blocks
-            tables.append(block_ids[firsts[b] : end])
-            num_queries = ends[b + 1] - ends[b]
-            starts.append(context - num_queries)
+            i = (context - 1) // self.block_size
+            table = block_ids[firsts[b] : firsts[b] + i + 1]
+            tables.append(table)
+            start = context - (ends[b + 1] - ends[b])
+            starts.append(start)
+            if start <= i * self.block_size:
+                begun.append(table[i])
+        self.tensor[:, :, begun] = 0
         return self.page_table.show(tables, starts)
 
 

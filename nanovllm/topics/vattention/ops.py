@@ -27,6 +27,8 @@ copy_blocks = torch_ops.copy_blocks
 norm_and_rotate = torch_ops.norm_and_rotate
 product = torch_ops.product
 sample = torch_ops.sample
+store_kv = torch_ops.store_kv
+rotate_and_store = torch_ops.rotate_and_store
 silu_and_mul = torch_ops.silu_and_mul
 recorder = torch_ops.recorder
 grouped_product = torch_ops.grouped_product
@@ -37,17 +39,6 @@ delta_rule = torch_ops.delta_rule
 
 def cache_shape(shape: CacheShape, limits: Limits, device: torch.device) -> VirtualShape:
     return VirtualShape(shape, limits, system_of(device))
-
-
-def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    """Writes finite numbers only. A window also has keys of other sequences after the end of a
-    shorter one: their weight is 0, but 0 times NaN is NaN."""
-    k = k.nan_to_num(0.0, 0.0, 0.0)
-    v = v.nan_to_num(0.0, 0.0, 0.0)
-    torch_ops.store_kv(k, v, batch, layer)
-
-
-rotate_and_store = torch_ops.in_two_steps(norm_and_rotate, store_kv)
 
 
 class Window(NamedTuple):
