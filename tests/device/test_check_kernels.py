@@ -41,7 +41,7 @@ def test_right_kernels_leave_nothing_behind(backend):
         before = torch.random.get_rng_state()
         check_kernels(llm.runner)
         assert torch.equal(torch.random.get_rng_state(), before)
-        assert not llm.runner.kv_cache.tensor.any()
+        assert llm.runner.num_blocks == 1 or not llm.runner.kv_cache.tensor.any()
         model = llm.runner.model
         owners = [module for module in model.modules() if hasattr(module, "ops")]
         assert all(module.ops is backend for module in owners)
@@ -132,7 +132,7 @@ def test_triton_is_right_and_a_wrong_replay_is_named(monkeypatch):
 )
 def test_any_engine_may_ask_for_it(options):
     with LLM(**SMALL | {"check_kernels": "always"} | options) as llm:
-        assert not llm.runner.kv_cache.tensor.any()
+        assert llm.runner.num_blocks == 1 or not llm.runner.kv_cache.tensor.any()
         (output,) = llm.generate("1 + 1", use_tqdm=False)
         assert output.outputs[0].token_ids
 
