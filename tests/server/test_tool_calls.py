@@ -112,8 +112,12 @@ def written(model: str, calls) -> str:
     return "; ".join(texts)
 
 
+def new_parser(model: str) -> Parser:
+    return Parser(None, True, None, FUNCTIONS, form_of(tokenizer_of(model)).is_bare)
+
+
 def parsed(text: str, cuts: list[int], model: str) -> Parts:
-    parser = Parser(None, True, None, form_of(tokenizer_of(model)).marks, FUNCTIONS)
+    parser = new_parser(model)
     parts = Parts()
     for begin, end in zip([0, *cuts], [*cuts, len(text)]):
         new = parser.add(text[begin:end], is_last=end == len(text))
@@ -160,7 +164,7 @@ OTHER_TEXTS = [
     ("Qwen3", "{" + JSON_CITY[1:], None),
     ("Qwen3.5", f"{WITHOUT_TAG}\n</tool_call>\nSo.", ("So.", [CITY])),
     ("Qwen3.5", f"a {WITHOUT_TAG}{WITHOUT_TAG}", ("a ", [CITY, CITY])),
-    ("Qwen3.5", "<tool_call>\n<function=f>\n<parameter=text>\nParis\n</function>\n</tool_call>\nSo.", ("So.", [CITY])),
+    ("Qwen3.5", "<tool_call>\n<function=f>\n<parameter=text>\nParis\n</function>\n</tool_call>", ("", [CITY])),
     ("Qwen3.5", "<tool_call>\n<function=f>\n<parameter=text>Paris</parameter>\n</tool_call>", ("", [CITY])),
     ("Qwen3.5", "<tool_call>\n<function=f>\nParis\n</function>\n</tool_call>", None),
     ("Qwen3.5", "<tool_call>\n<function=g>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", ("", [("g", {"n": "3"})])),
@@ -183,7 +187,7 @@ def test_texts_that_differ_a_little(model, text, expected):
 def test_a_quotation_mark_does_not_hold_back_what_follows(model):
     """In JSON it makes the call a text; in tags it is a part of the argument."""
     text = written(model, [("f", {"text": "5' pipe"})]).replace("'", '"')
-    parser = Parser(None, True, None, form_of(tokenizer_of(model)).marks, FUNCTIONS)
+    parser = new_parser(model)
     first, then = parser.add(text), parser.add("\nDone.")
     assert (first.content + then.content).endswith("Done.")
     if model == "Qwen3.5":

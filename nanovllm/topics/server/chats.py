@@ -244,7 +244,8 @@ class ChatCompletions(Answers):
         if grammar and grammar.end_of_think is None:
             before = ""  # the form starts at once: there is no reasoning
         self.no_content = "" if not body.forces_calls else None
-        arguments = (before, bool(functions), most_calls, inputs.tool_form.marks, functions)
+        is_bare = inputs.tool_form.is_bare
+        arguments = (before, bool(functions), most_calls, functions, is_bare)
         self.parsers = [Parser(*arguments) for _ in range(request.params.n)]
         self.has_reasoning = body.include_reasoning
 

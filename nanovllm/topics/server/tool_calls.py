@@ -11,7 +11,6 @@ JSON has the name of the function and the arguments, or the name stands before t
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
@@ -21,35 +20,13 @@ from nanovllm.processing.text import overlap
 
 END_OF_TOOL = "</tool_call>"
 END_OF_FUNCTION = "</function>"
-MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")  # of a call that begins
-BARE = "{"  # of a model that writes no mark
+END_OF_PARAMETER = "</parameter>"
+FUNCTION = "<function="
+MARKS = ("<tool_call>", FUNCTION, "[TOOL_CALLS]", "<|python_tag|>")  # of a call that begins
+BARE = re.compile(r'\{\s*"(?:name|type|id|function|parameters|arguments)"')  # without a mark
+BARE_CUT = re.compile(r'\{\s*(?:"[a-z]*)?\Z')
 Functions = dict[str, dict]  # the schema of the arguments of each function
 Call = tuple[str, Any]  # name and arguments
-
-MARK = r"(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)?\s*"
-NAME = r"[^\s\[{<]{1,200}"
-HEAD = re.compile(
-    MARK + r"(?:<function=(?P<tag>[^>\n]+)>|(?=[{\[])"
-    rf"|(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{{))"
-)
-HEAD_PART = re.compile(
-    MARK + rf"(?:<[^>\n]{{0,200}}|(?:{NAME}\s*(?:\[[A-Z_]*\]?\s*\w*){{0,2}})?\s*)"
-)
-BARE_HEAD = re.compile(r'\{\s*"(?:name|type|id|function|parameters|arguments)"')
-BARE_PART = re.compile(r'\{\s*(?:"[a-z]*)?')
-
-
-def may_begin(text: str, mark: str) -> bool:
-    """Whether more text must come before it is known if a call begins."""
-    return bool((BARE_PART if mark == BARE else HEAD_PART).fullmatch(text))
-
-
-def head_of(text: str, mark: str) -> re.Match | None:
-    """What stands before the arguments, or before the JSON that contains them."""
-    if mark == BARE and not BARE_HEAD.match(text):
-        return None
-    return HEAD.match(text)
-
 
 # --- where a call ends ---
 
@@ -57,19 +34,25 @@ def head_of(text: str, mark: str) -> re.Match | None:
 JSON = re.compile(
     rf'\\.|\n{END_OF_TOOL}|[{{}}\[\],:"]|(?<![^\s{{}}\[\],:"])[^\s{{}}\[\],:"\\]', re.DOTALL
 )
-TAGS = re.compile(rf"</parameter>|\n?{END_OF_FUNCTION}|\n?{END_OF_TOOL}")
-ENDS_OF_LINE = (f"\n{END_OF_FUNCTION}", f"\n{END_OF_TOOL}")
+TAGS = re.compile(f"{END_OF_PARAMETER}|{END_OF_FUNCTION}|{END_OF_TOOL}")
+OF_FUNCTION = re.compile(f"{FUNCTION}[^>\n]*")
 SPACES = re.compile(r"\s*")
 
 
-class Scan(ABC):
-    """Looks for the end of a call, at each piece of the text once."""
+class JsonScan:
+    """Looks for the end of a call in JSON, at each piece of the text once. It is the end of the
+    outermost bracket; or a second value with no comma before it, as behind a quotation mark too
+    many; or, within a string, an end tag in a line of its own."""
 
-    marks: re.Pattern
-    long_marks: tuple[str, ...]  # those that may come in two pieces
+    marks = JSON
+    long_marks: tuple[str, ...] = ("\\.", f"\n{END_OF_TOOL}")  # they may come in two pieces
 
     def __init__(self, begin: int):
+        self.begin = begin  # of what is no argument yet
         self.place = begin
+        self.depth = 0  # of brackets
+        self.is_quoted = False
+        self.has_value = False  # since the last comma, colon or opening bracket
 
     def end(self, text: str) -> int:
         """Where the call ends; 0 if its end has not come. A text that can be no call has an end,
@@ -82,36 +65,22 @@ class Scan(ABC):
         self.place = max(self.place, len(text) - num_kept)
         return 0
 
-    @abstractmethod
-    def is_end(self, match: re.Match) -> bool: ...
-
-
-class JsonScan(Scan):
-    """It ends with the outermost bracket; or where a second value comes with no comma before it,
-    as behind a quotation mark too many; or, within a string, at an end tag in a line of its own."""
-
-    marks = JSON
-    long_marks = ("\\.", f"\n{END_OF_TOOL}")
-
-    def __init__(self, begin: int):
-        super().__init__(begin)
-        self.depth = 0  # of brackets
-        self.is_quoted = False
-        self.has_value = False  # since the last comma, colon or opening bracket
-
     def is_end(self, match: re.Match) -> bool:
         mark = match[0]
+        if mark[0] == "\n":
+            return True
         if self.is_quoted:
             self.is_quoted = mark != '"'
-            return mark[0] == "\n"
-        if mark in ",:":
+        elif mark in ",:" or (mark == "]" and not self.depth):
             self.has_value = False
         elif mark in "}]":
             self.depth -= 1
             self.has_value = True
             return self.depth <= 0
-        elif self.has_value:
+        elif self.has_value and (self.depth or mark not in "{["):
             return True
+        elif self.has_value and mark == "[":
+            self.has_value = False  # of [ARGS], behind the name
         else:
             self.is_quoted = mark == '"'
             self.depth += mark in "{["
@@ -119,59 +88,53 @@ class JsonScan(Scan):
         return False
 
 
-class TagScan(Scan):
-    """It ends with an end tag that stands behind `</parameter>`, or behind the name. Elsewhere, end
-    tags belong to an argument, but for both in lines of their own: then `</parameter>` lacks."""
+class TagScan(JsonScan):
+    """Looks for the end of a call in tags: an end tag behind that of a parameter, or behind the
+    name. Elsewhere it is a part of an argument."""
 
     marks = TAGS
-    long_marks = ("</parameter>", END_OF_FUNCTION, END_OF_TOOL, *ENDS_OF_LINE)
-
-    def __init__(self, begin: int):
-        super().__init__(begin)
-        self.begin = begin  # of what is no argument
-        self.end_of_line = 0  # behind </function> at the start of a line
+    long_marks = (END_OF_PARAMETER, END_OF_FUNCTION, END_OF_TOOL)
 
     def is_end(self, match: re.Match) -> bool:
-        tag = match[0]
-        if tag == "</parameter>":
-            self.begin = match.end()
-        elif SPACES.fullmatch(match.string, self.begin, match.start()):
-            return True
-        elif tag == ENDS_OF_LINE[0]:
-            self.end_of_line = match.end()
-        elif tag == ENDS_OF_LINE[1]:
-            return self.end_of_line == match.start()
+        if match[0] in (END_OF_FUNCTION, END_OF_TOOL):
+            return bool(SPACES.fullmatch(match.string, self.begin, match.start()))
+        self.begin = match.end()
         return False
 
 
-def scan_of(text: str, mark: str) -> Scan | None:
-    """What finds the end of the call that begins a text; None if none begins."""
-    head = head_of(text, mark)
-    if head is None:
+def scan_of(text: str, mark: str) -> JsonScan | None:
+    """What finds the end of the call that begins a text; None if more text must come first."""
+    begin = len(mark) if mark in MARKS and mark != FUNCTION else 0
+    rest = text[begin:].lstrip()
+    if FUNCTION.startswith(rest) or OF_FUNCTION.fullmatch(rest):
         return None
-    return TagScan(head.end()) if head["tag"] else JsonScan(head.end())
+    head = OF_FUNCTION.match(rest)
+    return TagScan(len(text) - len(rest) + head.end() + 1) if head else JsonScan(begin)
 
 
 # --- what a call says ---
 
-END_OF_PARAMETER = r"\n?(?:</parameter>(?=\s*(?:<parameter=|\Z))|\Z)"
-PARAMETER = re.compile(rf"\s*<parameter=([^>\n]+)>\n?(.*?){END_OF_PARAMETER}", re.DOTALL)
+# "name", "name[ARGS]" or "name[CALL_ID]id[ARGS]", and the arguments
+NAMED = re.compile(r"([^\s\[{<]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+PARAMETER = re.compile(
+    rf"\s*<parameter=([^>\n]+)>\n?(.*?)\n?(?:{END_OF_PARAMETER}(?=\s*(?:<parameter=|\Z))|\Z)",
+    re.DOTALL,
+)
 decoder = json.JSONDecoder(strict=False)  # some models write line ends in strings
 
 
 def calls_in(text: str, mark: str, functions: Functions) -> list[Call]:
-    """The calls in a text that a Scan has found. Raises one of many errors if there is none."""
-    head = head_of(text, mark)
-    if head is None:
-        raise ValueError("no call begins")
-    rest = text[head.end() :].strip()
-    if head["tag"]:
-        return [(head["tag"], tagged_arguments(rest, functions.get(head["tag"], {})))]
-    value = decoder.decode(rest)
-    if head["name"]:
-        return [(head["name"], value)]
+    """The calls in a text whose end was found. Raises one of many errors if there is none."""
+    inner = text.removeprefix(mark).strip() if mark in MARKS else text
+    if mark == FUNCTION or inner.startswith(FUNCTION):
+        name, _, rest = inner.removeprefix(FUNCTION).partition(">")
+        return [(name, tagged_arguments(rest, functions.get(name, {})))]
+    named = NAMED.fullmatch(inner)
+    if named:
+        return [(named[1], decoder.decode(named[2]))]
+    value = decoder.decode(inner)
     calls = [*map(named_call, value if isinstance(value, list) else [value])]
-    if not calls or (mark == BARE and calls[0][0] not in functions):
+    if not calls or (mark not in MARKS and calls[0][0] not in functions):
         raise ValueError("JSON that is no call")
     return calls
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.processing.messages import Chat
 from nanovllm.topics.server.parsing import Parser
-from nanovllm.topics.server.tool_calls import BARE, MARKS, Functions, kinds_of, options_of
+from nanovllm.topics.server.tool_calls import MARKS, Functions, kinds_of, options_of
 
 QUESTION = "a question"  # that no template contains
 NAME, ID = "probe_name", "abcdefghi"
@@ -25,7 +25,7 @@ TOOL = {"name": NAME, "description": "a probe", "parameters": PARAMETERS}
 
 TAGGED = r"<parameter=key>\s*value\s*</parameter>\s*"
 HOLES = re.compile(rf'({NAME}|{ID}|\{{\s*"key":\s*"value"\s*\}}|{TAGGED})')
-BEGIN = re.compile("|".join(map(re.escape, (*MARKS, BARE))))
+BEGIN = re.compile("|".join(map(re.escape, (*MARKS, "{"))))
 HINT = "calls in <tool_call> tags are read and forced, as Qwen writes them"
 END = re.compile(r'(?:[\s"}\])]|</function>|</tool_call>)*')
 
@@ -42,9 +42,8 @@ class Form:
     special: dict[str, int] = field(default_factory=dict)  # special tokens in it, with their ids
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """With which a call may begin."""
-        return (*MARKS, BARE) if self.begin.startswith(BARE) else MARKS
+    def is_bare(self) -> bool:
+        return self.begin.startswith("{")
 
     @property
     def text(self) -> str:
@@ -94,14 +93,14 @@ def form_in(opening: str, one: str, two: str) -> Form:
     holes = [*HOLES.finditer(one, mark.start())] if mark else []
     if not mark or not holes:
         return UNKNOWN
-    if mark[0] == BARE and one[: mark.start()].strip() != opening.strip():
+    if mark[0] == "{" and one[: mark.start()].strip() != opening.strip():
         return UNKNOWN  # there is a mark that we do not know
     begin = one[mark.start() : holes[0].start()]
     call = one[holes[0].start() : holes[-1].end()]
     end = END.match(one, holes[-1].end())
     between, *more = two.partition(begin + call)[2].split(call)
     form = Form(begin, call, between if more else "", end[0].rstrip() if end else "")
-    parser = Parser(None, True, None, form.marks, {NAME: {}})
+    parser = Parser(None, True, None, {NAME: {}}, form.is_bare)
     found = [call["function"] for call in parser.add(form.text, True).tool_calls]
     return form if found == [{**PROBE, "arguments": json.dumps(PROBE["arguments"])}] else UNKNOWN
 
@@ -128,14 +127,16 @@ def grammar_of_calls(form: Form, functions: Functions, is_parallel: bool) -> str
         parts[::2] = map(literal, parts[::2])
         parts[1::2] = [holes.get(hole, f"args_{i}") for hole in parts[1::2]]
         rules.append(f"call_{i}: {' '.join(parts)}")
-        if "<parameter=" in form.call:
-            rules += rules_of_tags(i, schema)
-        else:
-            rules.append(f"args_{i}: %json {json.dumps(schema)}")
+        is_tagged = "<parameter=" in form.call
+        rules += rules_of_tags(i, schema) if is_tagged else [f"args_{i}: {of_json(schema)}"]
     more = f"({literal(form.between)} call)*" if is_parallel and form.between else ""
     calls = " | ".join(f"call_{i}" for i in range(len(functions)))
     start = f"start: {literal(form.begin)} call {more} {literal(form.end)}"
     return "\n".join([start, f"call: {calls}", *rules])
+
+
+def of_json(schema: dict) -> str:
+    return f"%json {json.dumps(schema)}"
 
 
 def rules_of_tags(i: int, schema: dict) -> Iterator[str]:
@@ -143,19 +144,17 @@ def rules_of_tags(i: int, schema: dict) -> Iterator[str]:
     places = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parameters = []
     for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        names = []
+        values = []
         for k, option in enumerate(options_of(value, schema)):
-            name = f"value_{i}_{j}_{k}"
-            names.append(name)
+            name = f"TEXT_{i}_{j}_{k}"
             if kinds_of(option) - {"string"}:
-                yield f"{name}: {name}_json {END_OF_VALUE}"
-                yield f"{name}_json: %json {json.dumps({**option, **places})}"
+                name = of_json({**option, **places})
             else:
-                yield f"{name}[lazy]: {name.upper()}"
-                yield f"{name.upper()}: ({text_of(option)}) {END_OF_VALUE}"
+                yield f"{name}: {text_of(option)}"
+            values.append(f"{name} {END_OF_VALUE}")
         begin = json.dumps(f"<parameter={key}>\n")
         may_lack = "" if key in (schema.get("required") or ()) else "?"
-        parameters.append(f"({begin} ({' | '.join(names)})){may_lack}")
+        parameters.append(f"({begin} ({' | '.join(values)})){may_lack}")
     yield f"args_{i}: {' '.join(parameters)}"
 
 
