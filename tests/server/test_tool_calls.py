@@ -75,6 +75,7 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "text": {"type": "string", "pattern": "^[a-c]+$", "maxLength": 3},
+        "note": {"type": ["string", "null"], "maxLength": 8},
         "count": {"type": "integer", "minimum": 1, "maximum": 3},
         "size": {"enum": [1.5, 2, None, "big"]},
         "is_on": {"type": "boolean"},
@@ -82,7 +83,7 @@ SCHEMA = {
         "more": {"$ref": "#/$defs/more"},
         "kind": {"anyOf": [{"enum": ["kg", 'a "b"']}, {"type": "null"}]},
     },
-    "required": ["text", "count", "items", "more", "kind"],
+    "required": ["text", "note", "count", "items", "more", "kind"],
     "additionalProperties": False,
     "$defs": {"more": {"type": "object", "additionalProperties": False}},
 }
@@ -255,7 +256,7 @@ def test_the_official_client_runs_tools_in_the_models_own_form(openai, model):
         openai.OpenAI(base_url=server.url + "/v1", api_key="any") as client,
     ):
         messages: list = [{"role": "user", "content": "hello"}]
-        options = dict(model="org/tiny", tools=TOOLS, max_tokens=400, temperature=2.0)
+        options = dict(model="org/tiny", tools=TOOLS, max_tokens=600, temperature=2.0)
         named = {"type": "function", "function": {"name": "weigh"}}
         for seed, choice in enumerate(["required", named, "required", named, "required"]):
             options |= dict(seed=seed, tool_choice=choice, parallel_tool_calls=seed == 2)

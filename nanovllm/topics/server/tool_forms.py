@@ -1,7 +1,7 @@
 """Tool forms: how a model writes calls, as its chat template shows; and grammars that force calls.
 
-When the server starts, the template writes a conversation with a call, and with two. Where the
-name, the arguments and the id stand in what it writes, a grammar has those of the tools.
+When the server starts, the template writes a conversation with a call, and one with two calls. The
+text around the name, the arguments and the id is the form of the model.
 """
 
 import json
@@ -15,24 +15,25 @@ from nanovllm.processing.messages import Chat
 from nanovllm.topics.server.parsing import Parser
 from nanovllm.topics.server.tool_calls import MARKS, Functions, kinds_of, options_of
 
-QUESTION = "a question"  # that no template contains
-NAME, ID = "probe_name", "abcdefghi"
-PROBE = {"name": NAME, "arguments": {"key": "value"}}
-CALL = {"id": ID, "type": "function", "function": PROBE}
+QUESTION = "a question"
+NAME = "probe_name"
+ID = "abcdefghi"
+ARGUMENTS = '{"key": "value"}'
+CALL = {"id": ID, "type": "function", "function": {"name": NAME, "arguments": {"key": "value"}}}
 KEY = {"type": "string", "description": "a key"}
 PARAMETERS = {"type": "object", "properties": {"key": KEY}, "required": ["key"]}
 TOOL = {"name": NAME, "description": "a probe", "parameters": PARAMETERS}
 
 TAGGED = r"<parameter=key>\s*value\s*</parameter>\s*"
-HOLES = re.compile(rf'({NAME}|{ID}|\{{\s*"key":\s*"value"\s*\}}|{TAGGED})')
+HOLES = re.compile(rf"({NAME}|{ID}|{re.escape(ARGUMENTS)}|{TAGGED})")
 BEGIN = re.compile("|".join(map(re.escape, (*MARKS, "{"))))
-HINT = "calls in <tool_call> tags are read and forced, as Qwen writes them"
 END = re.compile(r'(?:[\s"}\])]|</function>|</tool_call>)*')
+HINT = "calls in <tool_call> tags are read and forced, as Qwen writes them"
 
 
 @dataclass(frozen=True)
 class Form:
-    """The text around calls, and one call, with holes."""
+    """The text around calls, and a call in which the name, the arguments and the id are holes."""
 
     begin: str
     call: str
@@ -46,6 +47,10 @@ class Form:
         return self.begin.startswith("{")
 
     @property
+    def is_tagged(self) -> bool:
+        return "<parameter=" in self.call
+
+    @property
     def text(self) -> str:
         return self.begin + self.call + self.end
 
@@ -55,19 +60,27 @@ class Form:
         else:
             logger.warning("The chat template writes no tool calls that can be read: %s", HINT)
 
+    def literal(self, text: str) -> str:
+        """A part of the form in a grammar, which names special tokens by their ids."""
+        tags = "|".join(map(re.escape, self.special)) or "(?!)"
+        parts = [json.dumps(part) for part in re.split(f"({tags})", text) if part]
+        ids = {json.dumps(tag): f"<[{i}]>" for tag, i in self.special.items()}
+        return " ".join(ids.get(part, part) for part in parts)
+
 
 UNKNOWN = Form(
-    '<tool_call>\n{"name": "',
-    f'{NAME}", "arguments": {{"key": "value"}}',
-    '}\n</tool_call>\n<tool_call>\n{"name": "',
-    "}\n</tool_call>",
+    begin='<tool_call>\n{"name": "',
+    call=f'{NAME}", "arguments": {ARGUMENTS}',
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    end="}\n</tool_call>",
     is_known=False,
 )
 
 
 def form_of(tokenizer: Any) -> Form:
-    """The form in which the chat template writes calls; that of Qwen if the parser cannot read it."""
-    form = form_in(*(written(tokenizer, num_calls) for num_calls in range(3)))
+    """The form in which the chat template writes calls; UNKNOWN if the parser cannot read it."""
+    opening, one, two = (written(tokenizer, num_calls) for num_calls in range(3))
+    form = form_in(opening, one, two)
     tokens = tokenizer.added_tokens_decoder.items() if tokenizer else ()
     special = {token.content: i for i, token in tokens if token.special}
     return replace(form, special={tag: i for tag, i in special.items() if tag in form.text})
@@ -76,33 +89,35 @@ def form_of(tokenizer: Any) -> Form:
 def written(tokenizer: Any, num_calls: int) -> str:
     """What the template writes behind a question: an answer with calls, or what opens one. Nothing
     if it refuses."""
-    chat: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
-    chat["tools"] = [{"type": "function", "function": TOOL}]
+    messages: list[dict] = [{"role": "user", "content": QUESTION}]
     if num_calls:
-        chat["messages"].append({"role": "assistant", "tool_calls": [CALL] * num_calls})
+        messages.append({"role": "assistant", "tool_calls": [CALL] * num_calls})
+    tools = [{"type": "function", "function": TOOL}]
+    chat = Chat(messages=messages, tools=tools, add_generation_prompt=not num_calls)
     try:
-        text = Chat(**chat, add_generation_prompt=not num_calls).text(tokenizer)
+        return chat.text(tokenizer).rpartition(QUESTION)[2]
     except Exception:  # a template may raise anything
         return ""
-    return text.rpartition(QUESTION)[2]
 
 
 def form_in(opening: str, one: str, two: str) -> Form:
     """The form of a text with one call, and of one with two."""
     mark = BEGIN.search(one)
-    holes = [*HOLES.finditer(one, mark.start())] if mark else []
-    if not mark or not holes:
+    if mark is None:
         return UNKNOWN
-    if mark[0] == "{" and one[: mark.start()].strip() != opening.strip():
-        return UNKNOWN  # there is a mark that we do not know
-    begin = one[mark.start() : holes[0].start()]
-    call = one[holes[0].start() : holes[-1].end()]
-    end = END.match(one, holes[-1].end())
+    before = one[: mark.start()]
+    if mark[0] == "{" and before.strip() != opening.strip():
+        return UNKNOWN  # there is a mark that the parser does not know
+    begin, *_ = HOLES.split(one[mark.start() :])
+    *_, end = HOLES.split(one)
+    found = END.match(end)
+    call = one.removeprefix(before + begin).removesuffix(end)
     between, *more = two.partition(begin + call)[2].split(call)
-    form = Form(begin, call, between if more else "", end[0].rstrip() if end else "")
+    end = found[0].rstrip() if found else ""
+    form = Form(begin, call, between if more else "", end)
     parser = Parser(None, True, None, {NAME: {}}, form.is_bare)
-    found = [call["function"] for call in parser.add(form.text, True).tool_calls]
-    return form if found == [{**PROBE, "arguments": json.dumps(PROBE["arguments"])}] else UNKNOWN
+    calls = [call["function"] for call in parser.add(form.text, is_last=True).tool_calls]
+    return form if calls == [{"name": NAME, "arguments": ARGUMENTS}] else UNKNOWN
 
 
 # --- grammars ---
@@ -112,26 +127,18 @@ END_OF_VALUE = json.dumps("\n</parameter>\n")
 
 def grammar_of_calls(form: Form, functions: Functions, is_parallel: bool) -> str:
     """A grammar, as Lark writes it, of one call or several."""
-
-    def literal(text: str) -> str:
-        """A grammar names special tokens by their ids."""
-        tags = "|".join(map(re.escape, form.special)) or "(?!)"
-        names = {tag: f"<[{token_id}]>" for tag, token_id in form.special.items()}
-        parts = [part for part in re.split(f"({tags})", text) if part]
-        return " ".join(names.get(part, json.dumps(part)) for part in parts)
-
-    rules = [r"ID: /[a-zA-Z0-9]{9}/"]
+    rules = ["ID: /[a-zA-Z0-9]{9}/"]
     for i, (name, schema) in enumerate(functions.items()):
-        parts = HOLES.split(form.call)
-        holes = {NAME: literal(json.dumps(name)[1:-1]), ID: "ID"}
-        parts[::2] = map(literal, parts[::2])
-        parts[1::2] = [holes.get(hole, f"args_{i}") for hole in parts[1::2]]
-        rules.append(f"call_{i}: {' '.join(parts)}")
-        is_tagged = "<parameter=" in form.call
-        rules += rules_of_tags(i, schema) if is_tagged else [f"args_{i}: {of_json(schema)}"]
-    more = f"({literal(form.between)} call)*" if is_parallel and form.between else ""
+        *rest, arguments = rules_of_tags(i, schema) if form.is_tagged else [of_json(schema)]
+        holes = {NAME: form.literal(json.dumps(name)[1:-1]), ID: "ID"}
+        parts = []
+        for part in HOLES.split(form.call):
+            is_hole = HOLES.fullmatch(part)
+            parts.append(holes.get(part, arguments) if is_hole else form.literal(part))
+        rules += [f"call_{i}: {' '.join(parts)}", *rest]
     calls = " | ".join(f"call_{i}" for i in range(len(functions)))
-    start = f"start: {literal(form.begin)} call {more} {literal(form.end)}"
+    more = f"({form.literal(form.between)} call)*" if is_parallel and form.between else ""
+    start = f"start: {form.literal(form.begin)} call {more} {form.literal(form.end)}"
     return "\n".join([start, f"call: {calls}", *rules])
 
 
@@ -140,22 +147,22 @@ def of_json(schema: dict) -> str:
 
 
 def rules_of_tags(i: int, schema: dict) -> Iterator[str]:
-    """The rules for the parameters of function i: each is JSON, or text up to the end tag."""
+    """The rules for texts of function i, and what stands for its parameters: each is JSON, or text
+    up to the end tag."""
     places = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parameters = []
     for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
         values = []
         for k, option in enumerate(options_of(value, schema)):
-            name = f"TEXT_{i}_{j}_{k}"
             if kinds_of(option) - {"string"}:
-                name = of_json({**option, **places})
+                values.append(f"{of_json({**option, **places})} {END_OF_VALUE}")
             else:
-                yield f"{name}: {text_of(option)}"
-            values.append(f"{name} {END_OF_VALUE}")
+                values.append(f"TEXT_{i}_{j}_{k}")
+                yield f"{values[-1]}: ({text_of(option)}) {END_OF_VALUE}"
         begin = json.dumps(f"<parameter={key}>\n")
         may_lack = "" if key in (schema.get("required") or ()) else "?"
         parameters.append(f"({begin} ({' | '.join(values)})){may_lack}")
-    yield f"args_{i}: {' '.join(parameters)}"
+    yield " ".join(parameters)
 
 
 def text_of(schema: dict) -> str:
