@@ -86,21 +86,6 @@ def test_the_forms_of_vllm(server, outputs, allowed):
         assert chat["choices"][0]["message"]["content"] in allowed
 
 
-def calls_of(server, body, stream) -> list[dict]:
-    if not stream:
-        (choice,) = server.post(CHATS, body)["choices"]
-        calls = choice["message"]["tool_calls"]
-        assert choice["message"]["content"] is None
-    else:
-        choices = [event["choices"][0] for event in server.events(CHATS, body)]
-        calls = [call for one in choices for call in one["delta"].get("tool_calls", [])]
-        assert [call.pop("index") for call in calls] == [*range(len(calls))]
-        assert {one["delta"]["content"] for one in choices} == {None}
-        choice = choices[-1]
-    assert choice["finish_reason"] == "tool_calls"
-    return [call["function"] for call in calls]
-
-
 @pytest.mark.parametrize(
     "more, param, said",
     [

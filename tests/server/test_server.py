@@ -646,26 +646,6 @@ def test_calls_of_tools_that_are_not_wanted(parrot):
         assert message["content"] == CALL and message["finish_reason"] == "stop"
 
 
-def test_the_official_client_calls_tools(parrot, openai):
-    """And sends back what they have said."""
-    with openai.OpenAI(base_url=parrot.url + "/v1", api_key="any") as client:
-        messages: list = [{"role": "user", "content": CALL}]
-        more = dict(model=MODEL, tools=TOOLS, tool_choice="auto", parallel_tool_calls=True)
-        message = client.chat.completions.create(messages=messages, **more).choices[0].message
-        (call,) = message.tool_calls
-        assert json.loads(call.function.arguments) == {"a": 1, "b": "é"}
-        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-        messages += [message, result, {"role": "user", "content": "and now?"}]
-        answer = client.chat.completions.create(messages=messages, **more)
-        assert answer.choices[0].message.content == "and now?"
-        with client.chat.completions.stream(
-            messages=messages[:1], model=MODEL, tools=TOOLS
-        ) as stream:
-            final = stream.get_final_completion()
-        assert final.choices[0].message.tool_calls[0].function.name == "add"
-        assert final.choices[0].finish_reason == "tool_calls"
-
-
 # --- tokens, metrics ---
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_tools import CHATS, Running
+from server_tools import CHATS, Running, new_parrot
 
 from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL
@@ -235,6 +235,25 @@ def test_a_text_of_tags_is_searched_once(monkeypatch, scan, begin, end):
 
 
 # --- over HTTP ---
+
+
+def test_tags_that_are_special_tokens():
+    """A grammar names them by their ids, and the text of the answer has them."""
+    needs("llguidance")
+    llm = new_parrot()
+    tags = {"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]}
+    llm.inputs.vocab_size += llm.tokenizer.add_special_tokens(tags)
+    llm.tokenizer.chat_template = template(TEMPLATES["Mistral v13"])
+    with Running(llm) as server:
+        for choice in ("auto", "required"):
+            answer = server.chat("[TOOL_CALLS]stop[ARGS]{}", tools=TOOLS[1:], tool_choice=choice)
+            (one,) = answer["choices"]
+            assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
+            assert one["message"]["tool_calls"][0]["function"] == {
+                "name": "stop",
+                "arguments": "{}",
+            }
+
 
 NOWHERE = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 TOOLS = [

@@ -20,8 +20,7 @@ NAME = "probe_name"
 ID = "abcdefghi"
 ARGUMENTS = '{"key": "value"}'
 CALL = {"id": ID, "type": "function", "function": {"name": NAME, "arguments": {"key": "value"}}}
-KEY = {"type": "string", "description": "a key"}
-PARAMETERS = {"type": "object", "properties": {"key": KEY}, "required": ["key"]}
+PARAMETERS = {"type": "object", "properties": {}}
 TOOL = {"name": NAME, "description": "a probe", "parameters": PARAMETERS}
 
 TAGGED = r"<parameter=key>\s*value\s*</parameter>\s*"
@@ -63,9 +62,11 @@ class Form:
     def literal(self, text: str) -> str:
         """A part of the form in a grammar, which names special tokens by their ids."""
         tags = "|".join(map(re.escape, self.special)) or "(?!)"
-        parts = [json.dumps(part) for part in re.split(f"({tags})", text) if part]
-        ids = {json.dumps(tag): f"<[{i}]>" for tag, i in self.special.items()}
-        return " ".join(ids.get(part, part) for part in parts)
+        parts = []
+        for part in filter(None, re.split(f"({tags})", text)):
+            token_id = self.special.get(part)
+            parts.append(json.dumps(part) if token_id is None else f"<[{token_id}]>")
+        return " ".join(parts)
 
 
 UNKNOWN = Form(
@@ -79,11 +80,12 @@ UNKNOWN = Form(
 
 def form_of(tokenizer: Any) -> Form:
     """The form in which the chat template writes calls; UNKNOWN if the parser cannot read it."""
-    opening, one, two = (written(tokenizer, num_calls) for num_calls in range(3))
-    form = form_in(opening, one, two)
-    tokens = tokenizer.added_tokens_decoder.items() if tokenizer else ()
-    special = {token.content: i for i, token in tokens if token.special}
-    return replace(form, special={tag: i for tag, i in special.items() if tag in form.text})
+    form = form_in(*(written(tokenizer, num_calls) for num_calls in range(3)))
+    special = {}
+    for i, token in tokenizer.added_tokens_decoder.items() if tokenizer else ():
+        if token.special and token.content in form.text:
+            special[token.content] = i
+    return replace(form, special=special)
 
 
 def written(tokenizer: Any, num_calls: int) -> str:
