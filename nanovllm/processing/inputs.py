@@ -47,6 +47,7 @@ class Inputs:
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
     vocabulary: Any = None  # an LLTokenizer, made by the first request that needs it
+    tool_form: Any = None  # a Form of tool calls, in a server
 
     def __post_init__(self) -> None:
         vocab = self.tokenizer.get_vocab() if self.tokenizer else ()

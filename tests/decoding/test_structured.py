@@ -456,7 +456,8 @@ REFUSED = [
     ),
     ({"regex": "ab(?=c)"}, "look-ahead and look-behind, is not supported, at character 3"),
     ({"grammar": 'start: "a" | b'}, 'at 1(8): unknown name: "b"'),
-    ({"grammar": 'start: %json {"type": "integer"}'}, "give the schema as json"),
+    ({"grammar": 'start: %json {"type": "integer", "multipleOf": 1000003}'}, "multipleOf=1000003"),
+    ({"grammar": "start: %json 5"}, "json=5"),
     ({"grammar": "start: A\nA: /a/ & /b/"}, "no text matches it"),
 ]
 

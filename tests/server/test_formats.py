@@ -86,80 +86,6 @@ def test_the_forms_of_vllm(server, outputs, allowed):
         assert chat["choices"][0]["message"]["content"] in allowed
 
 
-def calls_of(server, body, stream) -> list[dict]:
-    if not stream:
-        (choice,) = server.post(CHATS, body)["choices"]
-        calls = choice["message"]["tool_calls"]
-        assert choice["message"]["content"] is None
-    else:
-        choices = [event["choices"][0] for event in server.events(CHATS, body)]
-        calls = [call for one in choices for call in one["delta"].get("tool_calls", [])]
-        assert [call.pop("index") for call in calls] == [*range(len(calls))]
-        assert {one["delta"]["content"] for one in choices} == {None}
-        choice = choices[-1]
-    assert choice["finish_reason"] == "tool_calls"
-    return [call["function"] for call in calls]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_must_be_made(server, stream):
-    body = {**CHAT, "tools": TOOLS, "stream": stream, "max_tokens": 300}
-    named = {"type": "function", "function": {"name": "greet"}}
-    for seed in range(2):
-        (call,) = calls_of(server, {**body, "seed": seed, "tool_choice": named}, stream)
-        assert call["name"] == "greet" and is_person(json.loads(call["arguments"]))
-        more = {"seed": seed, "tool_choice": "required", "parallel_tool_calls": False}
-        (call,) = calls_of(server, {**body, **more}, stream)
-        assert call["name"] in ("greet", "stop")
-        assert call["name"] == "stop" or is_person(json.loads(call["arguments"]))
-
-
-def test_several_calls_may_be_made(server):
-    digit = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
-    digit["additionalProperties"] = False
-    tools = [new_tool("f", digit)]
-    body = {**CHAT, "tools": tools, "tool_choice": "required"}
-    lengths = [(0, 120), (1, 120), (0, 3)]
-    found = [
-        server.post(CHATS, {**body, "seed": seed, "max_tokens": length})["choices"][0]
-        for seed, length in lengths
-    ]
-    whole = [choice for choice in found if choice["finish_reason"] == "tool_calls"]
-    assert whole and found[-1] not in whole
-    for choice in whole:
-        for call in choice["message"]["tool_calls"]:
-            assert json.loads(call["function"]["arguments"]) == {"n": 7}
-    for choice in found:  # what was cut off is text
-        assert choice in whole or choice["message"]["content"].startswith("[")
-
-
-@pytest.mark.parametrize("place", ["$defs", "definitions"])
-def test_definitions_of_tools_are_found(server, place):
-    """By their older name, too."""
-    properties = {"a": {"$ref": f"#/{place}/age"}}
-    parameters = {"type": "object", "properties": properties, "required": ["a"]}
-    age = {"type": "integer", "minimum": 7, "maximum": 7}
-    parameters |= {"additionalProperties": False, place: {"age": age}}
-    tools = [new_tool("f", parameters)]
-    body = {**CHAT, "tools": tools, "max_tokens": 100, "temperature": 0}
-    body["parallel_tool_calls"] = False
-    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-        (call,) = calls_of(server, {**body, "tool_choice": choice}, stream=False)
-        assert json.loads(call["arguments"]) == {"a": 7}
-    other = {**parameters, place: {"age": {"enum": ["old"]}}}  # another one of this name
-    tools.insert(0, new_tool("g", other))
-    for call in calls_of(server, {**body, "tool_choice": "required"}, stream=False):
-        assert json.loads(call["arguments"]) == {"a": 7 if call["name"] == "f" else "old"}
-
-
-def test_arguments_are_an_object(server):
-    tools = [new_tool("f", {})]
-    choice = {"type": "function", "function": {"name": "f"}}
-    body = {**CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 100, "temperature": 0}
-    (call,) = calls_of(server, body, stream=False)
-    assert isinstance(json.loads(call["arguments"]), dict)
-
-
 @pytest.mark.parametrize(
     "more, param, said",
     [
@@ -186,8 +112,12 @@ def test_what_cannot_be_done_is_refused_with_its_place(server, more, param, said
 def test_reasoning_comes_before_a_form(choice):
     """If the template opens it, and a token closes it. This model repeats what it is told."""
     person = '{"name":"ada","age":9}'
+    said = person
     more = {"tools": TOOLS, "tool_choice": choice} if choice else {"response_format": SCHEMA}
-    for opens, text in ((True, "so</think>" + person), (False, person)):
+    if choice:
+        person = '{"name": "ada", "age": 9}'
+        said = f'<tool_call>{{"name": "greet", "arguments": {person}}}</tool_call>'
+    for opens, text in ((True, "so</think>" + said), (False, said)):
         llm = new_parrot()
         llm.inputs.vocab_size += llm.tokenizer.add_tokens(["</think>"])
         body = {"messages": [{"role": "user", "content": text}], **more}

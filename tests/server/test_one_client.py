@@ -28,7 +28,7 @@ from server_tools import (
 )
 
 from nanovllm.topics.fairness.shares import FairShares
-from nanovllm.topics.server import async_llm, parsing, serve
+from nanovllm.topics.server import async_llm, serve
 
 SMALL = {"prompt": "a", "max_tokens": 1}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -383,28 +383,3 @@ def test_a_stream_that_is_not_read_is_closed(server, monkeypatch):
         wait_for(lambda: server.llm.runner.num_begun)
         wait_for(lambda: not server.uvicorn.server_state.connections)
         wait_for(lambda: not server.engine.open)
-
-
-# --- the parser ---
-
-
-def test_a_text_of_tags_is_searched_once(monkeypatch):
-    """600 tags in a string, four tokens each."""
-    num_searched = 0
-
-    class Counting:
-        def finditer(self, text, begin=0):
-            nonlocal num_searched
-            num_searched += len(text) - begin
-            return quotes.finditer(text, begin)
-
-    quotes = parsing.QUOTES
-    monkeypatch.setattr(parsing, "QUOTES", Counting())
-    parser = parsing.Parser(None, True)
-    pieces = ["</", "tool", "_call", ">"] * 600
-    parser.add('<tool_call>{"name": "f", "arguments": {"a": "')
-    for piece in pieces:
-        assert parser.add(piece) == parsing.Parts()
-    (call,) = parser.add('"}}</tool_call>').tool_calls
-    assert json.loads(call["function"]["arguments"]) == {"a": "".join(pieces)}
-    assert num_searched < 5 * len("".join(pieces))

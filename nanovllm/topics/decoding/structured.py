@@ -36,6 +36,8 @@ MOST_REMAINDERS = 100_000  # states that the multipleOf of a schema take
 # between two parts of JSON: some models would write spaces without end
 SPACES: Any = {"whitespace_pattern": r" ?|\n {0,40}"}
 NO_SPACES: Any = {"whitespace_flexible": False}
+# within a grammar: as chat templates write the arguments of a call
+AS_WRITTEN: Any = {**NO_SPACES, "item_separator": ", ", "key_separator": ": "}
 COMBINED = {"allOf", "if", "not", "dependentSchemas", "patternProperties", "unevaluatedProperties"}
 FORMATS = "date date-time duration email hostname ipv4 ipv6 time uri uuid".split()
 LIMITS: dict[str, Any] = dict(
@@ -70,7 +72,7 @@ class StructuredOutputsParams(Options):
     """The texts to choose from."""
 
     grammar: str | None = None
-    """A context-free grammar, as Lark or as GBNF writes it."""
+    """A context-free grammar, as Lark or as GBNF writes it. In Lark, `%json {...}` is a schema."""
 
     disable_any_whitespace: bool = False
     """JSON without spaces and line ends."""
@@ -173,13 +175,26 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     if params.choice is not None:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     if params.grammar is not None:
-        if "%json" in params.grammar:
-            raise ValueError("%json is not supported: give the schema as json")
-        return grammar_from("grammar", params.grammar)
+        return grammar_from("grammar", with_checked_schemas(params.grammar))
     schema = params.schema
     check_schema(schema)
     spaces = NO_SPACES if params.disable_any_whitespace else SPACES
     return LLMatcher.grammar_from_json_schema(narrowed(schema), spaces)
+
+
+def with_checked_schemas(text: str) -> str:
+    """A grammar. The schemas in it, behind %json, are checked as those without a grammar."""
+    parts: list[str] = []
+    schemas = []
+    while "%json" in text:
+        before, _, rest = text.partition("%json")
+        value, end = json.JSONDecoder().raw_decode(rest.lstrip())
+        text = rest.lstrip()[end:]
+        schema = StructuredOutputsParams(json=value).schema
+        schemas.append(schema)
+        parts += [before, "%json ", json.dumps(narrowed(schema) | {"x-guidance": AS_WRITTEN})]
+    check_schema({"anyOf": schemas})
+    return "".join([*parts, text])
 
 
 def check_length(text: str) -> None:

@@ -15,6 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from nanovllm.processing.inputs import Inputs
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request, TokenLogprobs
 from nanovllm.topics.server.async_llm import Delta
@@ -94,7 +95,7 @@ class Answers(ABC):
     is_prompt_only = False  # a token is sampled, because the engine samples one, but not shown
     last_event = "data: [DONE]\n\n"  # also of what has failed
 
-    def __init__(self, body: Body, requests: list[Request], model: str, texts: TokenTexts):
+    def __init__(self, body: Body, requests: list[Request], inputs: Inputs, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.requests = requests
         self.texts = texts
@@ -105,7 +106,7 @@ class Answers(ABC):
             "id": f"{self.prefix}-{body.request_id}" if body.request_id else self.id,
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
-            "model": body.model or model,
+            "model": body.model or inputs.model,
         }
         for i, request in enumerate(requests):
             request.request_id = f"{self.id}-{i}"  # a client may give two calls the same id

@@ -53,6 +53,7 @@ from nanovllm.topics.server.page import WITHOUT_KEY, Live, add_page
 from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, check_values
 from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
+from nanovllm.topics.server.tool_forms import form_of
 
 logger = logging.getLogger("uvicorn.error")
 ID = "X-Request-Id"
@@ -164,6 +165,9 @@ class Server:
         if self.options.chat_template is not None:
             self.inputs.tokenizer.chat_template = self.options.chat_template
         prepare_vocabulary(self.inputs)
+        self.inputs.tool_form = form_of(self.inputs.tokenizer)
+        if self.inputs.tokenizer and self.inputs.tokenizer.chat_template:
+            self.inputs.tool_form.log(logger)
         if isinstance(self.engine, AsyncLLM):
             self.live = Live(self.engine)
         try:
@@ -182,7 +186,7 @@ class Server:
         requests = await self.prepared(lambda: [*body.requests(self.inputs)], body, call)
         for request in requests:
             request.client = self.client_of(call)
-        answers = kind(body, requests, self.name, self.texts)
+        answers = kind(body, requests, self.inputs, self.texts)
         is_streamed = body.stream
         name = {ID: quote(str(answers.frame["id"]))}
         # FastAPI keeps both until the answer has ended, and they may be large

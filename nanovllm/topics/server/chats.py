@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from nanovllm.processing.inputs import Inputs
 from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
-from nanovllm.topics.server.answers import Answers
+from nanovllm.topics.server.answers import Answers, TokenTexts
 from nanovllm.topics.server.errors import Refused
-from nanovllm.topics.server.parsing import THINK, ForcedCalls, Parser, Parts
+from nanovllm.topics.server.parsing import THINK, Parser, Parts
 from nanovllm.topics.server.protocol import Body, Strict
+from nanovllm.topics.server.tool_calls import Functions
+from nanovllm.topics.server.tool_forms import Form, grammar_of_calls
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -22,7 +24,6 @@ MOST_TOOLS = 128
 RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 # the arguments of a function without parameters
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-COMPACT = {"disable_any_whitespace": True}  # a client gets the arguments anew
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -154,8 +155,10 @@ class ChatBody(ChatFields, Body):
         if self.tool_choice == "none":
             prompt["tools"] = None
         wanted = self.response_format and self.response_format.wanted
+        if self.functions and inputs.tool_form.special and self.skip_special_tokens is None:
+            more["skip_special_tokens"] = False  # the tags of calls are such tokens
         if self.forces_calls:  # such an answer has no text that could have a format
-            wanted = self.forced_calls(prompt["tools"])
+            wanted = self.forced_calls(inputs.tool_form)
         if wanted:
             more["structured_outputs"] = wanted
             if self.structured_outputs is not None:
@@ -173,29 +176,34 @@ class ChatBody(ChatFields, Body):
     def forces_calls(self) -> bool:
         return self.tool_choice not in (None, "auto", "none")
 
-    def forced_calls(self, tools: list[dict]) -> dict[str, Any]:
-        """Makes the model answer with a call: with the arguments of the named function, or with a
-        list of calls of any functions. Raises Refused."""
-        functions = [tool["function"] for tool in tools]
-        # arguments are always an object
-        schemas = {f["name"]: dict(f.get("parameters", NOTHING), type="object") for f in functions}
+    @property
+    def functions(self) -> Functions:
+        """The functions that the model may call: each with the schema of its arguments, which are
+        always an object."""
+        if not self.tools or self.tool_choice == "none":
+            return {}
+        schemas = {}
+        for function in (tool.function for tool in self.tools):
+            given = NOTHING if function.parameters is None else function.parameters
+            schemas[function.name] = {**given, "type": "object"}
+        return schemas
+
+    def forced_calls(self, form: Form) -> dict[str, Any]:
+        """Makes the model answer with a call of the named function, or with calls of any. Raises
+        Refused."""
+        functions = self.functions
+        is_parallel = self.parallel_tool_calls
         if isinstance(self.tool_choice, CallNamed):
             name = self.tool_choice.function.name
-            if name not in schemas:
+            if name not in functions:
                 problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
                 raise Refused(problem, "tool_choice")
-            return {"json": schemas[name], **COMPACT}
-        calls = []
-        places = {}  # each schema has one of its own, to which its references lead
-        for i, (name, schema) in enumerate(schemas.items()):
-            places[str(i)] = moved(schema, f"#/$defs/{i}")
-            call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}}
-            required = {"required": [*call], "additionalProperties": False}
-            calls.append({"type": "object", "properties": call, **required})
-        wanted = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": places}
-        if not self.parallel_tool_calls:
-            wanted["maxItems"] = 1
-        return {"json": wanted, **COMPACT}
+            functions = {name: functions[name]}
+            is_parallel = False
+        try:
+            return {"grammar": grammar_of_calls(form, functions, is_parallel)}
+        except (TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise Refused(f"parameters of a tool are no JSON schema: {error!r}", "tools") from error
 
 
 class TokenizeBody(ChatFields):
@@ -224,10 +232,10 @@ class ChatCompletions(Answers):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, body: ChatBody, requests: list[Request], *args):
-        super().__init__(body, requests, *args)
+    def __init__(self, body: ChatBody, requests: list[Request], inputs: Inputs, texts: TokenTexts):
+        super().__init__(body, requests, inputs, texts)
         (request,) = requests
-        n = request.params.n
+        functions = body.functions
         most_calls = None if body.parallel_tool_calls else 1
         before = (request.prompt or "").rstrip()[-len(THINK) :]
         if body.continue_final_message:
@@ -236,13 +244,9 @@ class ChatCompletions(Answers):
         if grammar and grammar.end_of_think is None:
             before = ""  # the form starts at once: there is no reasoning
         self.no_content = "" if not body.forces_calls else None
-        if body.forces_calls:
-            choice = body.tool_choice
-            name = choice.function.name if isinstance(choice, CallNamed) else None
-            self.parsers: list[Any] = [ForcedCalls(name, before) for _ in range(n)]
-        else:
-            has_tools = bool(body.tools) and body.tool_choice != "none"
-            self.parsers = [Parser(before, has_tools, most_calls) for _ in range(n)]
+        is_bare = inputs.tool_form.is_bare
+        arguments = (before, bool(functions), most_calls, functions, is_bare)
+        self.parsers = [Parser(*arguments) for _ in range(request.params.n)]
         self.has_reasoning = body.include_reasoning
 
     def reason(self, one: CompletionOutput) -> str | None:
@@ -289,19 +293,6 @@ class ChatCompletions(Answers):
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = [*self.texts.bytes_of(token_id)]
         return {"token": self.texts.of(token_id), "logprob": logprob, "bytes": data}
-
-
-def moved(part: Any, root: str) -> Any:
-    """A part of a schema whose references lead to another root than #."""
-    if isinstance(part, list):
-        return [moved(one, root) for one in part]
-    if not isinstance(part, dict):
-        return part
-    new = {name: moved(value, root) for name, value in part.items()}
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        new["$ref"] = root + reference[1:]
-    return new
 
 
 def with_arguments(call: dict) -> dict:

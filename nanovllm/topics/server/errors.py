@@ -47,8 +47,9 @@ class Unavailable(Refused):
 def in_words(error: ValueError, body: BaseModel) -> Refused:
     """The answer to a request that the engine refuses: the message begins with a field's name."""
     message = str(error)[:1000].replace("StructuredOutputsParams", "structured_outputs")
-    form = "structured_outputs.json"
-    message = message.replace(form, getattr(body, "field_of_form", form))
+    if getattr(body, "structured_outputs", None) is None:  # they come from another field
+        form = getattr(body, "field_of_form", r"\g<0>")
+        message = re.sub(r"^structured_outputs\.\w+", form, message)
     names = [word for word in re.findall(r"\w+", message) if word in type(body).model_fields]
     param = names[0] if names else None
     if isinstance(error, PromptTooLong):
