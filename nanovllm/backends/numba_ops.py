@@ -7,7 +7,6 @@ tests/core/test_ops.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -162,16 +161,10 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     return each_expert(x, pairs, multiply)
 
 
-def quantized_product(weight: Groups) -> Quantized:
+def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
     from nanovllm.topics.quantization.numba_product import product_of  # chapter 21
 
-    return product_of(weight)
-
-
-def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-    from nanovllm.topics.quantization.numba_product import experts_of  # chapter 21
-
-    return experts_of(weight, num_experts)
+    return product_of(weight, num_experts)
 
 
 def delta_rule(*inputs: Any) -> Tensor:

@@ -121,16 +121,10 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     return product(x, matrices, pairs)
 
 
-def quantized_product(weight: Groups) -> Quantized:
-    from nanovllm.topics.quantization.int8 import product_of  # chapter 21
+def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
+    from nanovllm.topics.quantization.experts import product_of  # chapter 21
 
-    return product_of(weight)
-
-
-def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-    from nanovllm.topics.quantization.experts import one_by_one  # chapter 21
-
-    return one_by_one(weight, num_experts, quantized_product)
+    return product_of(weight, num_experts)
 
 
 def delta_rule(*inputs: Any) -> Tensor:

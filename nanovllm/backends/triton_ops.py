@@ -6,7 +6,6 @@ See ops.py for what the functions do; they are tested in tests/core/test_ops.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,16 +204,10 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     return multiply(x, rows, rows, rows, 1, 16, pairs)  # neither scales nor zeros
 
 
-def quantized_product(weight: Groups) -> Quantized:
+def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
     from nanovllm.topics.quantization.triton_product import product_of  # chapter 21
 
-    return product_of(weight)
-
-
-def quantized_experts(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-    from nanovllm.topics.quantization.triton_product import experts_of  # chapter 21
-
-    return experts_of(weight, num_experts)
+    return product_of(weight, num_experts)
 
 
 def delta_rule(*inputs: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Linear layers, and the rule for loading their parameters from a checkpoint."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,9 @@ class Quantized(Protocol):
     scales: Tensor
     zeros: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], in fp32 or the dtype of x."""
+    def __call__(self, x: Tensor, *pairs: Any) -> Tensor:
+        """x [T, in] -> [T, out], in fp32 or the dtype of x. A grouped product takes Pairs (ops.py),
+        and its result is [P, out]."""
 
     def codes(self) -> Tensor:
         """The codes of the weight: a copy, if they are held in a layout of their own."""

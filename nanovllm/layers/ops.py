@@ -5,7 +5,6 @@ says so when the model is built. Nothing else differs between them, and no code 
 choose a function.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -94,13 +93,10 @@ class Ops(Protocol):
     def grouped_product(self, x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
         """x [T, in], matrices [E, out, in] -> [P, out]: see experts.product."""
 
-    def quantized_product(self, weight: Groups) -> Quantized:
+    def quantized_product(self, weight: Groups, num_experts: int | None) -> Quantized:
         """The product with a weight in 8 or 4 bits, kept as this backend reads it fastest: see
-        topics/quantization/groups.py."""
-
-    def quantized_experts(self, weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-        """The grouped product with a weight in 8 or 4 bits. It has the matrices of all experts, one
-        below the other. The product takes what grouped_product takes."""
+        topics/quantization/groups.py. With experts, the weight has the matrices of all of them, one
+        below the other: the product is the grouped product."""
 
     def delta_rule(self, *inputs: Any) -> Tensor:
         """One token of each sequence by the gated delta rule: takes and returns what decode in

@@ -167,7 +167,7 @@ def test_the_largest_codes_of_a_checkpoint_do_not_overflow():
     """Its rows may be groups, and its codes have 8 bits on any CPU."""
     for code in (-128, 127):
         weight = Groups(torch.full((8, 1, 128), code, dtype=torch.int8), torch.ones(8, 1), None)
-        product = torch_ops.quantized_product(weight)
+        product = torch_ops.quantized_product(weight, None)
         torch.testing.assert_close(product(torch.ones(3, 128)), torch.full((3, 8), 128.0 * code))
 
 

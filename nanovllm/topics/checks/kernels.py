@@ -162,11 +162,12 @@ def plain_product_of(stack: Stack, num_experts: int) -> Callable[..., Tensor]:
     weight = stack.quantized
     if weight is None:
         return torch_ops.grouped_product
-    from nanovllm.topics.quantization import experts, groups  # chapter 21
+    from nanovllm.topics.quantization import experts, groups, layers  # chapter 21
 
     held = groups.Groups(weight.codes(), weight.scales, weight.zeros)
     plain = partial(groups.Product, multiply=groups.plain_product)
-    return experts.one_by_one(held, num_experts, plain)
+    product = experts.product_of(held, num_experts, plain)
+    return partial(layers.multiply_pairs, product=product)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -8,6 +8,7 @@ exact in any order, so a row of the result does not depend on its batch, to the 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ class Product:
     def __init__(
         self,
         weight: Groups,
-        multiply: Callable[[Tensor, Groups], Tensor],
+        multiply: Callable[..., Tensor],
     ):
         self.weight = weight
         self.multiply = multiply
@@ -36,8 +37,8 @@ class Product:
         self.scales = weight.scales
         self.zeros = weight.zeros
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight)
+    def __call__(self, x: Tensor, *pairs: Any) -> Tensor:
+        return self.multiply(x, self.weight, *pairs)
 
     def codes(self) -> Tensor:
         return self.weight.codes

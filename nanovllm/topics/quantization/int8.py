@@ -3,6 +3,7 @@ float32, and multiplies several integers at a time. Its operators are PyTorch's 
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Int8Product:
         self.packed = torch.ops.onednn.qlinear_prepack(codes, [64, self.group])
         self.no_zeros = torch.zeros(len(codes), dtype=torch.int32)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *_: Any) -> Tensor:
         """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes
         signed ones with plain loops."""
         rows, row_scales = self.in_bytes(x)

@@ -8,17 +8,15 @@ from torch import Tensor, nn
 
 from nanovllm.config import Config
 from nanovllm.layers.linear import Groups, Linear, Quantized
-from nanovllm.layers.ops import Ops
+from nanovllm.layers.ops import Ops, Pairs
 from nanovllm.models.dense import head_dim_of
 from nanovllm.models.experts import Router
 from nanovllm.topics.quantization import int8
 from nanovllm.topics.quantization.groups import (
     LARGEST,
     SIZES,
-    Product,
     in_4_bits,
     in_8_bits,
-    plain_product,
 )
 from nanovllm.topics.quantization.methods import method_of
 
@@ -74,12 +72,9 @@ def in_few_bits(
         weight = joined([to_groups(rows) for rows in linear.weight.data.split(ROWS)])
     if weight is None:
         return False
-    if linear.num_experts is None:
-        linear.quantized = ops.quantized_product(weight)
-        linear.product = partial(multiply, product=linear.quantized)
-    else:
-        linear.quantized = Product(weight, plain_product)
-        linear.product = ops.quantized_experts(weight, linear.num_experts)
+    linear.quantized = ops.quantized_product(weight, linear.num_experts)
+    product = multiply if linear.num_experts is None else multiply_pairs
+    linear.product = partial(product, product=linear.quantized)
     # the product holds it; of the parameter, the shape is left
     linear.weight = nn.Parameter(linear.weight.to("meta"), requires_grad=False)
     return True
@@ -97,3 +92,8 @@ def multiply(x: Tensor, _: Tensor, bias: Tensor | None, product: Quantized) -> T
     if bias is not None:
         result += bias
     return result.to(x.dtype)
+
+
+def multiply_pairs(x: Tensor, _: Tensor, pairs: Pairs, product: Quantized) -> Tensor:
+    """Takes the place of a grouped product."""
+    return product(x, pairs).to(x.dtype)

@@ -64,23 +64,23 @@ def multiply(
     return out
 
 
-def product_of(weight: Groups) -> Quantized:
+def of_matrix(weight: Groups) -> Quantized:
     """The product with any weight on a CPU."""
     if weight.zeros is None:
         return int8.product_of(weight, in_bytes)
     return Product(weight, product)
 
 
-def experts_of(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-    """The grouped product with a weight of several matrices: in 4 bits, one kernel for all experts
-    if there are few pairs of each."""
-    one_by_one = experts.one_by_one(weight, num_experts, product_of)
-    if weight.zeros is None:
+def product_of(weight: Groups, num_experts: int | None) -> Quantized:
+    """The product with any weight. With experts in 4 bits, it is one kernel for all experts if
+    there are few pairs of each."""
+    one_by_one = experts.product_of(weight, num_experts, of_matrix)
+    if num_experts is None or weight.zeros is None:
         return one_by_one
 
-    def few_pairs(x: Tensor, _: Tensor, pairs: Pairs) -> Tensor:
+    def few_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
         if len(pairs.rows) > FEW_ROWS * num_experts:
-            return one_by_one(x, _, pairs)
-        return multiply(x[pairs.rows], weight, pairs.ends).to(x.dtype)
+            return one_by_one(x, pairs)
+        return multiply(x[pairs.rows], weight, pairs.ends)
 
-    return few_pairs
+    return Product(weight, few_pairs)

@@ -1,8 +1,6 @@
 """The product with weights in 8 or 4 bits in Triton. The kernel is that of
 layers/triton_products.py."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from nanovllm.layers.experts import Pairs
@@ -23,13 +21,8 @@ def product(x: Tensor, weight: Groups, pairs: Pairs | None = None) -> Tensor:
     return multiply(x, codes, scales, zeros, scales.shape[1], bits, pairs)
 
 
-def product_of(weight: Groups) -> Quantized:
+def product_of(weight: Groups, num_experts: int | None) -> Quantized:
     """The product with any weight. On a CPU, the kernel is interpreted: oneDNN's is faster."""
-    if int8.can_multiply(weight):
+    if num_experts is None and int8.can_multiply(weight):
         return int8.Int8Product(weight)
     return Product(weight, product)
-
-
-def experts_of(weight: Groups, num_experts: int) -> Callable[..., Tensor]:
-    """The grouped product with a weight of several matrices."""
-    return lambda x, _, pairs: product(x, weight, pairs)

@@ -119,11 +119,6 @@ class Hardware(NamedTuple):
     memory_bytes: float
     source: str = "measured"
 
-    @property
-    def ridge(self) -> float:
-        """FLOPs per byte above which arithmetic is the limit."""
-        return self.flops_per_second / self.bytes_per_second
-
     def floor(self, work: Work) -> float:
         """Seconds that no implementation can beat."""
         return max(work.bytes / self.bytes_per_second, work.flops / self.flops_per_second)

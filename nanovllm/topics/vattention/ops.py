@@ -33,7 +33,6 @@ silu_and_mul = torch_ops.silu_and_mul
 recorder = torch_ops.recorder
 grouped_product = torch_ops.grouped_product
 quantized_product = torch_ops.quantized_product
-quantized_experts = torch_ops.quantized_experts
 delta_rule = torch_ops.delta_rule
 
 
