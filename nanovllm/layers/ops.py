@@ -5,6 +5,7 @@ says so when the model is built. Nothing else differs between them, and no code 
 choose a function.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
