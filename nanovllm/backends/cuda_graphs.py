@@ -24,6 +24,12 @@ def graph_sizes(limits: Limits) -> list[int]:
     return [size for size, smaller in zip(DECODES, [0, *DECODES]) if smaller < limits.max_num_seqs]
 
 
+def hidden_states(model: DenseModel, step: StepInputs) -> Tensor:
+    """What is recorded: a replay plans its own step, too."""
+    step.batch.layout = model.ops.layout(step.batch)
+    return model(step.input_ids, step.positions, step.batch)
+
+
 class StepGraphs:
     """A model, recorded for several numbers of decodes. All graphs read their inputs from one
     buffer.
@@ -41,7 +47,6 @@ class StepGraphs:
         limits: Limits,
     ):
         self.model = model
-        self.ops = model.ops
         self.kv_cache = kv_cache
         self.limits = limits
         self.device = kv_cache.tensor.device
@@ -91,8 +96,7 @@ class StepGraphs:
     def record(self, size: int) -> None:
         """Record the largest size first; the smaller ones then reuse its memory."""
         step = self.padding(size).to(self.device, self.buffer)
-        step.batch.layout = self.ops.layout(step.batch)
-        call: Callable[[], Tensor] = partial(self.model, step.input_ids, step.positions, step.batch)
+        call: Callable[[], Tensor] = partial(hidden_states, self.model, step)
         if self.device.type != "cpu":
             call = self._captured(call)
         self.replays[size] = call
