@@ -83,7 +83,6 @@ class StepGraphs:
             state_slots=torch.zeros(size, dtype=torch.int64) if self.kv_cache.states else None,
             block_tables=no_block,
             num_decodes=size,
-            max_context=self.limits.max_model_len,
         )
         return StepInputs(
             input_ids=torch.zeros(size, dtype=torch.int64),

@@ -20,7 +20,7 @@ PROGRAMS = 4  # for each multiprocessor: enough without parts
 
 @triton.jit
 def work_of_seqs(cu_seqlens_q, context_lens, seq, end_seq, TOKENS: tl.constexpr):
-    """Of these sequences: tiles of queries, none for padding, and keys that each tile reads."""
+    """The tiles of queries of these sequences, none for padding, and the keys that each reads."""
     is_seq = seq < end_seq
     start = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
     end = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0)
@@ -30,7 +30,7 @@ def work_of_seqs(cu_seqlens_q, context_lens, seq, end_seq, TOKENS: tl.constexpr)
 
 @triton.jit
 def parts_of(context, total, share, PART: tl.constexpr):
-    """Into how many parts a tile cuts its context: as many as its share of all keys deserves."""
+    """The number of parts of a context: its share of the programs is its share of all keys."""
     parts = tl.minimum(context * share // tl.maximum(total, 1), tl.cdiv(context, PART))
     return tl.maximum(parts, 1).to(tl.int32)
 

@@ -29,7 +29,7 @@ def decodes(num_seqs: int, context: int, layers: int, dtype: torch.dtype) -> Bat
     cache = KVCache(torch.randn(2, layers, num_seqs * each, 16, 8, 128, dtype=dtype))
     tables, ends = torch.randperm(num_seqs * each).int(), torch.arange(num_seqs + 1).int()
     lengths = torch.full((num_seqs,), context).int()
-    return Batch(cache, lengths.long(), ends, lengths, ends * each, tables, num_seqs, context)
+    return Batch(cache, lengths.long(), ends, lengths, ends * each, tables, num_seqs)
 
 
 def microseconds(batch: Batch, keys: int, part: int | None, parts: int | None) -> float:
