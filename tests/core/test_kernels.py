@@ -169,6 +169,23 @@ def test_filters_at_their_border():
     assert triton_sampler.cutoff(logits, options).tolist() == [0.0, -1.0, -1.0]
 
 
+@pytest.mark.parametrize("rows, vocab_size", [(1, 151_936), (3, 9000), (2, 20_000)])
+def test_sums_and_maxima_are_aligned(rows, vocab_size, monkeypatch):
+    """Triton compiles another kernel for a pointer that is not: while requests wait, if the number of rows is new."""
+    seen = []
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.extend(args[:5])
+
+    monkeypatch.setattr(triton_sampler, "weigh_kernel", Noted())
+    monkeypatch.setattr(triton_sampler, "sample_kernel", Noted())
+    numbers = torch.arange(rows, device=DEVICE)
+    options = Sampling(torch.ones(rows, device=DEVICE), numbers, numbers)
+    triton_sampler.sample(torch.zeros(rows, vocab_size, device=DEVICE), options)
+    assert len(seen) == 10 and all(tensor.data_ptr() % 16 == 0 for tensor in seen)
+
+
 # --- the compiler ---
 
 

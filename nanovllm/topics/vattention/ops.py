@@ -31,8 +31,14 @@ def cache_shape(shape: CacheShape, limits: Limits, device: torch.device) -> Virt
 class Layout(torch_attention.Layout):
     """The parts of a step: each sequence by itself, so that its keys are a slice of its row."""
 
-    def groups(self, decodes: list[int], *args: Any) -> list[list[int]]:
-        return [[b] for b in decodes]
+    def __init__(self, batch: Batch):
+        self.starts = batch.cu_seqlens_q.tolist()
+        self.contexts = batch.context_lens.tolist()
+        counts = batch.cu_seqlens_q.diff().tolist()
+        self.parts = [
+            self.group(batch, [b]) if num_queries == 1 else self.chunk(batch, b)
+            for b, num_queries in enumerate(counts)
+        ]
 
     def places_of(self, batch: Batch, seqs: list[int], position: Tensor) -> Any:
         return int(batch.block_tables[seqs[0]]), position.shape[-1]
