@@ -60,8 +60,8 @@ class Layout:
         decodes = [b for b, num_queries in enumerate(counts) if num_queries == 1]
         chunks = [b for b, num_queries in enumerate(counts) if num_queries > 1]
         token_bytes = batch.kv_cache.tensor[:, 0, 0, 0].nbytes  # key and value in one layer
-        self.max_bytes = GATHERED_BYTES[batch.slot_mapping.device.type]
-        groups = group_by_context(decodes, self.contexts, self.max_bytes // token_bytes)
+        max_bytes = GATHERED_BYTES[batch.slot_mapping.device.type]
+        groups = group_by_context(decodes, self.contexts, max_bytes // token_bytes)
         self.parts = [self.group(batch, seqs) for seqs in groups]
         self.parts += [self.chunk(batch, b) for b in chunks]
 

@@ -241,7 +241,7 @@ def launch(
         cache.block_size, cache.head_dim,
         tile.tokens, tile.rows, tile.keys, work.part,
         # with 4 warps, the numbers made of int8 would not fit into the registers
-        num_warps=8 if cache.head_dim > head_dim else tile.warps, num_stages=tile.stages,
+        num_warps=8 if cache.head_dim > head_dim else 4, num_stages=3,
     )  # fmt: skip
     return parts, maxima, sums
 

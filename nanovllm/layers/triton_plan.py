@@ -106,8 +106,6 @@ class Tile(NamedTuple):
     tokens: int
     rows: int  # tokens times query heads of a KV head, padded
     keys: int
-    warps: int = 4
-    stages: int = 3
 
 
 class Work(NamedTuple):

@@ -69,8 +69,8 @@ class VirtualShape:
 
 
 class VirtualCache(KVCache):
-    """A KVCache whose blocks have two addresses: their own, and one in the row of a sequence. `rows`
-    is a KVCache, too: each of its blocks is a row."""
+    """A KVCache whose blocks have two addresses: their own, and one in the row of a sequence.
+    `rows` is a KVCache, too: each of its blocks is a row."""
 
     def __init__(self, shape: VirtualShape, num_blocks: int):
         size = num_blocks * shape.block_bytes

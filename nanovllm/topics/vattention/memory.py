@@ -174,26 +174,19 @@ class CudaMemory:
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
         first = offset // self.page_bytes
-        for i, page in enumerate(pages_of(address, num_bytes, self.page_bytes)):
-            self._show(page, self.handles[first + i])
-        self._allow(address, num_bytes)
-
-    def _show(self, page: int, handle: Any) -> None:
-        self._take(page)
-        self.mapped.add(page)  # before the call: Ctrl-C may come after it
-        done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
-
-    def _take(self, page: int) -> None:
-        if page in self.mapped:
-            # refused if an interrupted change has done it already
-            self.driver.cuMemUnmap(page, self.page_bytes)
-            self.mapped.discard(page)
-
-    def _allow(self, address: int, num_bytes: int) -> None:
+        for i in range(num_bytes // self.page_bytes):
+            self._show(address + i * self.page_bytes, self.handles[first + i])
         access = self.driver.CUmemAccessDesc()
         access.location = self.property.location
         access.flags = self.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         done(self.driver, self.driver.cuMemSetAccess(address, num_bytes, [access], 1))
+
+    def _show(self, page: int, handle: Any) -> None:
+        if page in self.mapped:
+            # refused if an interrupted change has done it already
+            self.driver.cuMemUnmap(page, self.page_bytes)
+        self.mapped.add(page)  # before the call: Ctrl-C may come after it
+        done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
 
     def view(self, address: int, num_bytes: int) -> Tensor:
         bytes_there = {
@@ -233,10 +226,6 @@ def done(driver: Any, answer: tuple) -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise OSError(f"the CUDA driver refuses: {error.name}")
     return values[0] if values else None
-
-
-def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
-    return range(address, address + num_bytes, page_bytes)
 
 
 def unmap_all(driver: Any, device: torch.device, mapped: set[int], page_bytes: int) -> None:
