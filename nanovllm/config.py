@@ -19,6 +19,7 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_drafts: int = 0  # draft tokens of a sequence in a step, at most
 
     def num_useful_blocks(self, block_size: int) -> int:
         """The number of KV blocks that the sequences of a step can fill; more are of no use."""
@@ -182,7 +183,7 @@ class Config(Options):
         self.model = str(self.model)
         self.device = str(self.device)
 
-    def resolved(self, longest: int, num_batched_tokens: int) -> Limits:
+    def resolved(self, longest: int, num_batched_tokens: int, num_drafts: int = 0) -> Limits:
         """Fills in the defaults: the model's longest context, and `TOKENS_PER_STEP` of the device.
 
         Raises ValueError if `max_model_len` is longer than the model's longest context."""
@@ -194,6 +195,7 @@ class Config(Options):
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or most_tokens,
+            num_drafts=num_drafts,
         )
 
     def num_blocks_in(self, available: int, block_bytes: int, limits: Limits) -> int:

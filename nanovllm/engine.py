@@ -65,12 +65,12 @@ class LLM:
 
     def __init__(self, model: str | None = None, *, runner: Runner | None = None, **kwargs):
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
-        fields = config.speculative_config
         proposer = None
-        if fields is not None:
+        if config.speculative_config is not None:
             from nanovllm.topics.decoding.drafts import Proposer, config_of  # chapter 22
 
-            proposer = Proposer(config_of(fields))
+            proposer = Proposer(config_of(config.speculative_config))
+        num_drafts = proposer.config.num_speculative_tokens if proposer else 0
 
         # the model, and what computes it
         path = find_model(config.model)
@@ -79,7 +79,7 @@ class LLM:
         self.backend_tokenizer = self.tokenizer and self.tokenizer.backend_tokenizer
         device = choose_device(config)
         longest = longest_context(hf_config)
-        limits = config.resolved(longest, TOKENS_PER_STEP[device.type])
+        limits = config.resolved(longest, TOKENS_PER_STEP[device.type], num_drafts)
         manager_cls: Callable = config.block_manager_cls or BlockManager
         if has_states(hf_config):
             from nanovllm.topics.hybrid.states import with_slots  # chapter 23

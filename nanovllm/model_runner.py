@@ -192,7 +192,6 @@ class ModelRunner:
             state_slots=state_slots,
             block_tables=block_tables,
             num_decodes=int((counts == 1).sum()),
-            max_context=int(contexts.max()),
         )
         sampling = None
         if not all(seq.request.is_greedy for seq in schedule.sampled):

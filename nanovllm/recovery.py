@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import AcceleratorError
+
 from nanovllm.block_manager import BlockManager
 from nanovllm.processing.states import RequestState, RequestStates
 from nanovllm.schedule import Schedule, ScheduleError
@@ -67,7 +69,8 @@ class Recovery:
                 sampled = {seq.request for seq in self.schedule.sampled}
                 self.has_passed = self.suspects[0] in sampled
             self.is_changing = False
-        except (ScheduleError, RankError, KeyboardInterrupt):  # no request caused it
+        except (ScheduleError, RankError, AcceleratorError, KeyboardInterrupt):
+            # no request caused it; a GPU fails in all later steps, too
             self._start_over()
             raise
         except Exception as error:

@@ -38,7 +38,8 @@ class Copies(TorchDispatchMode):
 
 def views_of(cache: KVCache) -> list[Tensor]:
     """Blocks, and rows if the cache has them."""
-    return [cache.tensor, *getattr(cache, "rows", [])]
+    rows = getattr(cache, "rows", None)
+    return [cache.tensor] if rows is None else [cache.tensor, rows.tensor]
 
 
 def place_of(tensor: Tensor) -> range:

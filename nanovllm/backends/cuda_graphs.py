@@ -20,8 +20,14 @@ DECODES = [1, 2, 4, 8, *range(16, 513, 16)]
 
 def graph_sizes(limits: Limits) -> list[int]:
     """The numbers of decodes for which a step is recorded, the smallest first: those below the
-    limit, and the next one. Larger steps run eagerly, and so do steps with chunks of prompts."""
+    limit, and the next one. Larger steps run eagerly, and so do most with chunks of prompts."""
     return [size for size, smaller in zip(DECODES, [0, *DECODES]) if smaller < limits.max_num_seqs]
+
+
+def hidden_states(model: DenseModel, step: StepInputs) -> Tensor:
+    """What is recorded: a replay plans its own step, too."""
+    step.batch.layout = model.ops.layout(step.batch)
+    return model(step.input_ids, step.positions, step.batch)
 
 
 class StepGraphs:
@@ -41,15 +47,16 @@ class StepGraphs:
         limits: Limits,
     ):
         self.model = model
-        self.ops = model.ops
         self.kv_cache = kv_cache
         self.limits = limits
         self.device = kv_cache.tensor.device
         self.sizes = graph_sizes(limits)
+        self.with_drafts = 1 + limits.num_drafts  # tokens of a sequence, on average at most
         max_blocks_per_seq = -(-limits.max_model_len // kv_cache.block_size)
         self.max_table_blocks = self.sizes[-1] * max_blocks_per_seq
         self.buffer = torch.zeros(self._max_bytes(), dtype=torch.uint8, device=self.device)
-        self.replays: dict[int, Callable[[], Tensor]] = {}
+        self.replays: dict[int, Callable[[], Tensor]] = {}  # of decodes, by their number
+        self.replays_of_drafts: dict[int, Callable[[], Tensor]] = {}
         self.pool: Any = None  # of memory, which all recordings share
         self.stream: torch.cuda.Stream | None = None
         if self.device.type != "cpu":
@@ -58,31 +65,33 @@ class StepGraphs:
 
     def _max_bytes(self) -> int:
         """What the inputs of any recorded step take: the most rows and blocks, all of Sampling."""
-        step = self.padding(self.sizes[-1])
+        step = self.padding(self.sizes[-1], self.with_drafts)
         step.batch.block_tables = torch.zeros(self.max_table_blocks, dtype=torch.int32)
-        largest = torch.zeros(self.limits.max_num_seqs, dtype=torch.int64)
+        num_rows = self.limits.max_num_seqs * self.with_drafts
+        largest = torch.zeros(num_rows, dtype=torch.int64)
         step.sampling = Sampling(largest, largest, largest, largest, largest, largest)
         # a row for each sequence that draws, and for each whose prompt is scored
-        step.sampled_rows = torch.zeros(2 * self.limits.max_num_seqs, dtype=torch.int64)
+        step.sampled_rows = torch.zeros(2 * num_rows, dtype=torch.int64)
         return buffer_slices(step.tensors)[-1].stop
 
-    def padding(self, size: int) -> StepInputs:
-        """A step in which nothing is computed: no slot to write to, no context to read."""
+    def padding(self, size: int, tokens: int = 1) -> StepInputs:
+        """A step in which nothing is computed: no slot to write to, no context to read. `tokens`
+        are those of a sequence on average."""
+        num_tokens = size * tokens
         no_block = torch.zeros(1, dtype=torch.int32)  # an empty tensor has no address to record
         batch = Batch(
             self.kv_cache,
-            slot_mapping=torch.full((size,), -1),
+            slot_mapping=torch.full((num_tokens,), -1),
             cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32),
             context_lens=torch.zeros(size, dtype=torch.int32),
             cu_blocks=torch.zeros(size + 1, dtype=torch.int32),
             state_slots=torch.zeros(size, dtype=torch.int64) if self.kv_cache.states else None,
             block_tables=no_block,
-            num_decodes=size,
-            max_context=self.limits.max_model_len,
+            num_decodes=size if tokens == 1 else 0,
         )
         return StepInputs(
-            input_ids=torch.zeros(size, dtype=torch.int64),
-            positions=torch.zeros(size, dtype=torch.int64),
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+            positions=torch.zeros(num_tokens, dtype=torch.int64),
             batch=batch,
             sampled_rows=torch.zeros(0, dtype=torch.int64),
         )
@@ -90,12 +99,14 @@ class StepGraphs:
     @torch.inference_mode()
     def record(self, size: int) -> None:
         """Record the largest size first; the smaller ones then reuse its memory."""
-        step = self.padding(size).to(self.device, self.buffer)
-        step.batch.layout = self.ops.layout(step.batch)
-        call: Callable[[], Tensor] = partial(self.model, step.input_ids, step.positions, step.batch)
-        if self.device.type != "cpu":
-            call = self._captured(call)
-        self.replays[size] = call
+        if self.with_drafts > 1:
+            self.replays_of_drafts[size] = self._recorded(size, self.with_drafts)
+        self.replays[size] = self._recorded(size, 1)
+
+    def _recorded(self, size: int, tokens: int) -> Callable[[], Tensor]:
+        step = self.padding(size, tokens).to(self.device, self.buffer)
+        call: Callable[[], Tensor] = partial(hidden_states, self.model, step)
+        return call if self.device.type == "cpu" else self._captured(call)
 
     def _captured(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         call()  # compiles what is not compiled yet, which is impossible during a recording
@@ -118,27 +129,37 @@ class StepGraphs:
     def size_for(self, step: StepInputs) -> int | None:
         """The smallest recording that can compute the step; None if no recording can."""
         batch = step.batch
-        has_chunks = batch.num_decodes < len(batch.context_lens)
+        num_seqs = len(batch.context_lens)
+        has_chunks = batch.num_decodes < num_seqs
         # some block managers reserve more than a sequence can fill
-        if has_chunks or len(batch.block_tables) > self.max_table_blocks:
+        if len(batch.block_tables) > self.max_table_blocks:
             return None
-        return next((size for size in self.sizes if size >= batch.num_decodes), None)
+        if has_chunks:
+            if self.with_drafts == 1:
+                return None
+            num_seqs = max(num_seqs, -(-len(step.input_ids) // self.with_drafts))
+        return next((size for size in self.sizes if size >= num_seqs), None)
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step as it was computed: padded, on the device."""
         step = self.padded(step, size)
         step = step.to(self.device, self.buffer)
         step.fill_in_pending()
-        return self.replays[size](), step
+        replays = self.replays if step.batch.num_decodes else self.replays_of_drafts
+        return replays[size](), step
 
     def padded(self, step: StepInputs, size: int) -> StepInputs:
         """The step in the shapes of a recording. The sampling of its rows is not recorded."""
-        rows = self.padding(size)
-        num_decodes = step.batch.num_decodes
+        batch = step.batch
+        num_seqs = len(batch.context_lens)
+        has_chunks = batch.num_decodes < num_seqs
+        rows = self.padding(size, self.with_drafts if has_chunks else 1)
         inputs = step.model_inputs
         for name, whole in rows.model_inputs.items():
             if name != "block_tables":
-                whole[:num_decodes] = inputs[name][:num_decodes]
-        rows.batch.block_tables = step.batch.block_tables
+                whole[: len(inputs[name])] = inputs[name]
+        if has_chunks:  # a sequence of padding has no token
+            rows.batch.cu_seqlens_q[num_seqs:] = len(step.input_ids)
+        rows.batch.block_tables = batch.block_tables
         rows.last_token_ids = step.last_token_ids
         return replace(rows, sampled_rows=step.sampled_rows, sampling=step.sampling)

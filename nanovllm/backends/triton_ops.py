@@ -66,10 +66,11 @@ def norm_and_rotate_kernel(
     q_weight,
     k_weight,
     cos_sin,  # [T, HEAD_DIM]
-    k_cache,  # [slots, KV_HEADS, HEAD_DIM], and so is v_cache
+    k_cache,  # [blocks, tokens, KV_HEADS, HEAD_DIM], and so is v_cache
     v_cache,
     slots,
     stride,
+    slot_stride,  # of the cache
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -108,7 +109,7 @@ def norm_and_rotate_kernel(
     if HAS_CACHE and head >= HEADS:
         slot = tl.load(slots + t).to(tl.int64)
         if slot >= 0:  # a padding row of a CUDA graph has none
-            to = (slot * KV_HEADS + head - HEADS) * HEAD_DIM + i
+            to = slot * slot_stride + (head - HEADS) * HEAD_DIM + i
             tl.store(k_cache + to, first, mask=is_number)
             tl.store(k_cache + to + HALF, second, mask=is_number)
             at += KV_HEADS * HEAD_DIM
@@ -161,8 +162,9 @@ def norm_and_rotate(
     q_weight = q_norm.weight if q_norm is not None else qkv  # a kernel takes no None
     k_weight = k_norm.weight if k_norm is not None else qkv
     eps = q_norm.eps if q_norm is not None and q_norm.eps is not None else 0.0
+    tensors = cache or (qkv, qkv, qkv)
     norm_and_rotate_kernel[(len(qkv), heads + kv_heads)](
-        qkv, q_weight, k_weight, cos_sin, *(cache or (qkv, qkv, qkv)), qkv.stride(0), eps,
+        qkv, q_weight, k_weight, cos_sin, *tensors, qkv.stride(0), tensors[0].stride(1), eps,
         heads, kv_heads, head_dim, padded, has_norm, len(cache) > 0, num_warps=1,
     )  # fmt: skip
     return qkv.split(sizes, dim=1)

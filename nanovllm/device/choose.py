@@ -15,6 +15,7 @@ NEEDS = {
     "numba": "the extra `cpu`",
     "triton": "a GPU that it supports, gcc and Python's headers (apt install gcc python3-dev), or "
     "TRITON_INTERPRET=1 on Linux; attention_backend='torch' needs none of these",
+    "vattention": "Triton, on a GPU",
 }
 
 
@@ -68,14 +69,14 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Ops:
 
             try_out(triton_ops, device)
             return triton_ops
+        if name == "vattention":
+            from nanovllm.topics.vattention import ops as vattention_ops  # chapter 20
+
+            return vattention_ops.on_gpu() if is_cuda else vattention_ops.on_cpu()
     except Exception as error:  # it is not there, not for this machine, or cannot compile
         problem = f"{name} needs {NEEDS[name]}: {shown(error)}"
         if name == asked:
             raise refusal("attention_backend", name, problem) from error
         if not isinstance(error, ImportError):
             logging.getLogger(__name__).warning("PyTorch computes, more slowly: %s", problem)
-    if name == "vattention":
-        from nanovllm.topics.vattention import ops as vattention_ops  # chapter 20
-
-        return vattention_ops
     return torch_ops

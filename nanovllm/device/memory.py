@@ -83,13 +83,13 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
 def warm_up_steps(limits: Limits, block_size: int, dtype: torch.dtype) -> Iterator[Schedule]:
     """Steps that launch each kernel in every variant that serving can need.
 
-    So none is compiled while requests wait: a chunk of a prompt, tokens that are drawn, copied
-    blocks, logits in fp32, and decodes with a whole context and with one in parts.
+    So none is compiled while requests wait: a chunk of a prompt with more tokens than the smallest
+    tile of queries, a decode, tokens that are drawn, copied blocks, and logits in fp32.
     """
     params = SamplingParams(top_p=0.9)
-    yield dummy_step(1, 0, 2, block_size, params)
-    for length in (1, min(128, limits.max_model_len)):
-        yield dummy_step(1, length - 1, length, block_size, params)
+    longest = min(limits.max_model_len, limits.max_num_batched_tokens)
+    yield dummy_step(1, 0, min(17, longest), block_size, params)
+    yield dummy_step(1, 0, 1, block_size, params)
     if dtype != torch.float32:  # penalties make logits fp32
         penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)
         yield dummy_step(1, 0, 1, block_size, penalized)

@@ -24,5 +24,4 @@ class Batch:
     state_slots: Tensor | None = field(default=None, kw_only=True)  # [B] int64, see topics/hybrid
     block_tables: Tensor  # [all blocks] int32: ... block_tables[cu_blocks[b] : cu_blocks[b + 1]]
     num_decodes: int = 0  # the first sequences have one query each; others may, too
-    max_context: int = 2**31 - 1  # a bound on context_lens that is known without asking the device
     layout: object = None  # what the backend's `layout` made of all this, before the model runs

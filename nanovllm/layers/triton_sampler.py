@@ -198,7 +198,8 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     num_rows, vocab_size = logits.shape
     tile = min(4096, triton.next_power_of_2(vocab_size))
     parts = triton.cdiv(vocab_size, tile)
-    maxima, sums = lowest.new_empty(2, num_rows, parts)
+    maxima = lowest.new_empty(num_rows, parts)
+    sums = torch.empty_like(maxima)  # at an aligned address: others want another kernel
     sizes = (logits.stride(0), vocab_size, tile)
     weigh_kernel[(num_rows, parts)](
         maxima, sums, logits, lowest, sampling.temperature, *sizes, num_warps=8

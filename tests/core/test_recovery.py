@@ -9,6 +9,7 @@ Run: pytest tests/core/test_recovery.py [-k culprit]
 from collections import Counter
 
 import pytest
+import torch
 from fake_engine import (
     SETTINGS,
     Boom,
@@ -30,6 +31,21 @@ from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 
 SHORT = SamplingParams(seed=5, max_tokens=6)
+
+
+def test_a_gpu_that_fails_is_no_fault_of_a_request(monkeypatch):
+    """After an illegal access, each call of CUDA fails. No request ends for it; the engine says it in each step."""
+    llm = new_llm()
+    add_all(llm)
+
+    def fails(schedule):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(llm.runner, "launch", fails)
+    for _ in range(3):
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            llm.step()
+    assert llm.stats()["failed_steps"] == 0 and llm.has_unfinished()
 
 
 def requests_in(thing) -> set:

@@ -65,7 +65,7 @@ def test_the_example_of_prepare_is_true(llm):
     assert eval(said["starts"]) == [item.start for item in schedule.items]
     seq_of_token = [b for b, count in enumerate(eval(said["counts"])) for _ in range(count)]
     assert eval(said["seq_of_token"]) == seq_of_token and step.sampling is None
-    assert step.batch.num_decodes == 1 and step.batch.max_context == 5
+    assert step.batch.num_decodes == 1
     schedule.items.reverse()  # the decode comes first all the same
     second.block_table.append(9)  # a later chunk will need it
     assert llm.runner.prepare(schedule).batch.block_tables.tolist() == [7, 2, 5, 9]

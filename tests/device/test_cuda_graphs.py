@@ -5,6 +5,7 @@ Run: pytest tests/device/test_cuda_graphs.py [-k looks_for_it]
 
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,8 +82,8 @@ def test_pending_tokens_are_filled_in_on_the_device():
         assert step.input_ids.tolist() == [8, 0, *known[2:]]
 
 
-def new_graphs(max_num_seqs=20, max_model_len=12) -> StepGraphs:
-    limits = limits_of(max_num_seqs, max_model_len=max_model_len)
+def new_graphs(max_num_seqs=20, max_model_len=12, num_drafts=0) -> StepGraphs:
+    limits = replace(limits_of(max_num_seqs, max_model_len=max_model_len), num_drafts=num_drafts)
     model: Any = SimpleNamespace(ops=triton_ops)
     return StepGraphs(model, CACHE, limits)
 
@@ -110,6 +111,19 @@ def test_which_steps_have_a_graph():
     assert sizes == {1: 1, 2: 2, 3: 4, 9: 16, 20: 32, 32: 32, 33: None}
     for num_decodes, chunks in ((0, [2]), (1, [2]), (8, [65]), (3, [2] * 9)):
         assert graphs.size_for(step_of(num_decodes, chunks)) is None
+    drafts = new_graphs(num_drafts=3)  # four tokens of each sequence, on average
+    steps = {
+        (0, 4): 1,
+        (1, 4): 2,
+        (0, 5): 2,
+        (3, 2, 2): 8,
+        (20, 4): 32,
+        (20, 60): 32,
+        (20, 120): None,
+    }
+    for (num_decodes, *chunks), size in steps.items():
+        assert drafts.size_for(step_of(num_decodes, chunks)) == size
+    assert drafts.size_for(step_of(3, [])) == 4
     long = step_of(4, [])  # the largest has 32 sequences, each with at most 3 blocks
     long.batch.block_tables = torch.zeros(3 * 32, dtype=torch.int32)
     assert graphs.size_for(long) == 4
@@ -117,13 +131,15 @@ def test_which_steps_have_a_graph():
     assert graphs.size_for(long) is None
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("max_num_seqs, max_model_len", [(1, 1), (3, 12), (20, 1000), (600, 3)])
-def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
+def test_the_buffer_holds_every_step(max_num_seqs, max_model_len, num_drafts):
     """All rows, the longest tables, every option of sampling; and hardly more."""
-    graphs = new_graphs(max_num_seqs, max_model_len)
+    graphs = new_graphs(max_num_seqs, max_model_len, num_drafts)
     rows = min(max_num_seqs, 512)
     num_tables = graphs.sizes[-1]
-    step = step_of(rows, [])
+    step = step_of(0, [1 + num_drafts] * rows) if num_drafts else step_of(rows, [])
+    max_num_seqs *= 1 + num_drafts  # rows that may draw
     step.batch.block_tables = torch.zeros(num_tables * -(-max_model_len // 4), dtype=torch.int32)
     step.sampled_rows = torch.zeros(2 * max_num_seqs, dtype=torch.int64)  # all draw, all are scored
     numbers = torch.ones(6, max_num_seqs)
@@ -135,19 +151,26 @@ def test_the_buffer_holds_every_step(max_num_seqs, max_model_len):
     assert needed <= graphs.buffer.nbytes <= 2 * needed + 500
 
 
-@pytest.mark.parametrize("num_decodes", [1, 3, 8, 20])
-def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes):
+@pytest.mark.parametrize(
+    "num_decodes, chunks", [(1, []), (3, []), (8, []), (20, []), (0, [4]), (2, [3, 4, 2]), (5, [9])]
+)
+def test_every_sequence_is_where_its_recording_looks_for_it(num_decodes, chunks):
     """By brute force: each sequence's tokens, context and blocks, in both forms of the step."""
-    graphs, step = new_graphs(), step_of(num_decodes, [])
+    graphs, step = new_graphs(num_drafts=3), step_of(num_decodes, chunks)
     size = graphs.size_for(step)
     padded = graphs.padded(step, size)
-    assert padded.batch.num_decodes == size
-    shapes = {name: (t.shape, t.dtype) for name, t in graphs.padding(size).model_inputs.items()}
+    num_seqs = num_decodes + len(chunks)
+    tokens = 4 if chunks else 1
+    assert padded.batch.num_decodes == (0 if chunks else size)
+    plain = graphs.padding(size, tokens).model_inputs
+    shapes = {name: (t.shape, t.dtype) for name, t in plain.items()}
     for name, tensor in padded.model_inputs.items():
         assert name == "block_tables" or (tensor.shape, tensor.dtype) == shapes[name]
-    seen = [of_sequence(padded, i) for i in range(num_decodes)]
-    assert seen == [of_sequence(step, i) for i in range(num_decodes)]
-    assert not padded.batch.context_lens[num_decodes:].any()
+    seen = [of_sequence(padded, i) for i in range(num_seqs)]
+    assert seen == [of_sequence(step, i) for i in range(num_seqs)]
+    assert not padded.batch.context_lens[num_seqs:].any()
+    if chunks:
+        assert not padded.batch.cu_seqlens_q[num_seqs:].diff().any()
     num_real = len(step.input_ids)
     assert (padded.batch.slot_mapping >= 0).sum() == num_real
     sampled = padded.input_ids[padded.sampled_rows]
@@ -211,6 +234,26 @@ def test_the_engine_gives_the_same_tokens_as_without(interpret_little, path):
     for with_graphs, without in zip(*answers):
         assert with_graphs.token_ids == without.token_ids
     assert {1, 2, 4} <= set(replayed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+def test_steps_with_drafts_are_replayed(interpret_little, path, monkeypatch):
+    """Prompts, drafts and decodes beside each other, with contexts in parts."""
+    monkeypatch.setattr("nanovllm.layers.triton_plan.share_of", lambda *args: 5)
+    monkeypatch.setattr("nanovllm.layers.triton_plan.PART", 16)
+    options = dict(dtype="float32", num_blocks=60, max_num_seqs=4, max_model_len=96, block_size=4)
+    prompts = [[1, 2, 3] * 6, [4, 5] * 9, [7] * 21]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    plain = LLM(path, attention_backend="torch", **options)
+    expected = [one.outputs[0].token_ids for one in plain.generate(prompts, params, use_tqdm=False)]
+    drafts = {"num_speculative_tokens": 3}
+    llm = LLM(path, attention_backend="triton", speculative_config=drafts, **options)
+    replays, used = llm.runner.recorder.replays_of_drafts, []
+    for size, step in replays.items():
+        replays[size] = lambda size=size, step=step: used.append(size) or step()
+    found = [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)]
+    assert found == expected and used and llm.stats()["draft_tokens"] > 0
 
 
 class MadeUpDevice:

@@ -27,6 +27,7 @@ from tutorials.measure.checkpoints import random_model, write_checkpoint
 
 triton_ops = pytest.importorskip("nanovllm.backends.triton_ops", reason="Triton is there for Linux")
 triton_attention = pytest.importorskip("nanovllm.layers.triton_attention")
+triton_plan = pytest.importorskip("nanovllm.layers.triton_plan")
 HAS_GPU = torch.cuda.is_available()
 PROBLEM = None if HAS_GPU else interpreter_problem()
 pytestmark = [
@@ -56,7 +57,7 @@ if HAS_GPU:
         (48, 2500),
         (256, 600),
     ]  # sequences, longest context
-    SPLITS = [None, 1, 2, 4, 8, 16, 32]
+    SHARES = [None, 1, 64, 1024]  # by far more programs than these few sequences need
     CHUNKS = [
         (1000, 1000),
         (17, 17),
@@ -75,7 +76,7 @@ else:
         "max_num_batched_tokens": 64,
     }
     DECODES = [(2, 60)]
-    SPLITS = [None, 2]
+    SHARES = [None, 2]
     CHUNKS = [(20, 20), (2, 30)]
 
 
@@ -110,14 +111,14 @@ def decodes(count: int, longest: int) -> list[tuple[int, int]]:
 
 
 MIXTURE = [(1, 1), (1, CHUNKS[0][1]), (1, 17), *CHUNKS]
-STEPS = {f"{count} decodes": (decodes(count, longest), SPLITS) for count, longest in DECODES}
-STEPS |= {"chunks": (CHUNKS, [None]), "decodes, then chunks": (MIXTURE, SPLITS[:3])}
+STEPS = {f"{count} decodes": (decodes(count, longest), SHARES) for count, longest in DECODES}
+STEPS |= {"chunks": (CHUNKS, SHARES), "decodes, then chunks": (MIXTURE, SHARES)}
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_attention(name):
-    """With several numbers of splits."""
-    sequences, all_splits = STEPS[name]
+def test_attention(name, monkeypatch):
+    """With several numbers of programs for contexts in parts."""
+    sequences, all_shares = STEPS[name]
     num_blocks = sum(-(-context // BLOCK_SIZE) for _, context in sequences) + 8
     batch, keys = random_batch(sequences, KV_HEADS, HEAD_DIM, BLOCK_SIZE, num_blocks, num_layers=1)
     move_batch(batch, DEVICE, DTYPE)
@@ -126,8 +127,10 @@ def test_attention(name):
     torch_ops.store_kv(*new, batch, 0)
     q = randn(new.shape[1], HEADS, HEAD_DIM)
     expected = attention.paged_attention(q, batch, 0, HEAD_DIM**-0.5)
-    for splits in all_splits:
-        batch.layout = splits or triton_attention.layout(batch)
+    for share in all_shares:
+        if share is not None:
+            monkeypatch.setattr(triton_plan, "share_of", lambda *args, share=share: share)
+        batch.layout = triton_attention.layout(batch)
         with poisoned():
             out = triton_attention.paged_attention(q, batch, 0, HEAD_DIM**-0.5)
         assert_close(out, expected)

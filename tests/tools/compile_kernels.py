@@ -25,6 +25,7 @@ from nanovllm.backends import triton_ops
 from nanovllm.layers import (
     triton_attention,
     triton_int8,
+    triton_plan,
     triton_products,
     triton_sampler,
 )
@@ -80,9 +81,9 @@ class Noted:
         name = self.kernel.__name__.removesuffix("_kernel")
         constants = dict(zip(self.kernel.arg_names, args))
         if name == "attention":
-            name = "decode" if constants["TOKENS"] == 1 else "prefill"
-            name += "_part" * constants["IS_SPLIT"]
-            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
+            is_int8 = "_int8" * (constants["k_cache"].dtype == torch.int8)
+            names = [launch.name for launch in self.launches]
+            name = ("prefill" if f"decode{is_int8}" in names else "decode") + is_int8
         if name == "norm_and_rotate" and constants["HAS_CACHE"]:
             name = "rotate_and_store"
         if name == "product":
@@ -95,7 +96,14 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
     half = partial(empty, dtype=dtype)
     launches: list[Launch] = []
     with ExitStack() as stack:
-        modules = (triton_attention, triton_int8, triton_ops, triton_sampler, triton_products)
+        modules = (
+            triton_attention,
+            triton_plan,
+            triton_int8,
+            triton_ops,
+            triton_sampler,
+            triton_products,
+        )
         modules += (triton_delta,)
         for module in modules:
             for name, kernel in [*vars(module).items()]:
@@ -128,7 +136,8 @@ def launch_attention(head_dim: int, group: int, half: Any, cache: Tensor) -> Non
     heads = [KV_HEADS * group, KV_HEADS, KV_HEADS]
     qkv = half(96, sum(heads), head_dim)
     triton_ops.rotate_and_store(qkv, (norms[0], norms[1]), empty(96, head_dim), heads, batch, 0)
-    for batch.layout in (1, 2):
+    batch.layout = {}
+    with mock.patch.object(triton_plan, "share_of", lambda *args: 66):  # an H100's
         triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
     triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
 
@@ -229,14 +238,14 @@ def all_resources(
     is_whole: bool = True,
 ) -> dict:
     """Of each kernel, by its name."""
-    sizes = triton_attention.tile_sizes
+    sizes = triton_plan.tile_sizes
     is_old = capability < 80
     of_gpu = partial(sizes, is_old=is_old)
     numbers = triton_products.NUMBERS
     if is_old:
         numbers = dict.fromkeys(numbers, triton_products.FEW_NUMBERS)
     with (
-        mock.patch.object(triton_attention, "tile_sizes", lambda *args: of_gpu(*args[:5])),
+        mock.patch.object(triton_plan, "tile_sizes", lambda *args: of_gpu(*args[:5])),
         mock.patch.object(triton_products, "NUMBERS", numbers),
     ):
         launches = launches_of(head_dim, group, dtype, is_whole)

@@ -31,7 +31,7 @@ def llm() -> LLM:
 )
 def test_each_copy_of_cached_keys_is_counted(llm, where, copy):
     cache = llm.runner.kv_cache
-    keys = cache.layers[3][0] if where == "blocks" else cache.rows[3][0]
+    keys = cache.layers[3][0] if where == "blocks" else cache.rows.layers[3][0]
     with Copies(llm) as copies:
         result = copy(keys)
     assert copies.copied == result.nbytes > 0
@@ -40,7 +40,7 @@ def test_each_copy_of_cached_keys_is_counted(llm, where, copy):
 def test_views_and_other_tensors_are_not_counted(llm):
     other = torch.zeros(4, 4)
     with Copies(llm) as copies:
-        llm.runner.kv_cache.rows[0][:, 0:1].transpose(1, 2).flatten(2, 3)
+        llm.runner.kv_cache.rows.layers[0][0][0:1].transpose(0, 1).flatten(1, 2)
         other.clone()
         other.index_select(0, torch.tensor([1]))
     assert copies.copied == 0

@@ -48,6 +48,5 @@ def random_batch(
         num_decodes=next(
             (b for b, (length, _) in enumerate(sequences) if length > 1), len(sequences)
         ),
-        max_context=max(context for _, context in sequences),
     )
     return batch, keys

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from nanovllm.layers import triton_attention as attention
+from nanovllm.layers import triton_plan as plan
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from tutorials.machine import device_name, environment, installed, seconds_of
@@ -28,11 +29,11 @@ def decodes(num_seqs: int, context: int, layers: int, dtype: torch.dtype) -> Bat
     cache = KVCache(torch.randn(2, layers, num_seqs * each, 16, 8, 128, dtype=dtype))
     tables, ends = torch.randperm(num_seqs * each).int(), torch.arange(num_seqs + 1).int()
     lengths = torch.full((num_seqs,), context).int()
-    return Batch(cache, lengths.long(), ends, lengths, ends * each, tables, num_seqs, context)
+    return Batch(cache, lengths.long(), ends, lengths, ends * each, tables, num_seqs)
 
 
 def microseconds(batch: Batch, keys: int, part: int | None, parts: int | None) -> float:
-    own, cache = attention.tile_sizes, batch.kv_cache.tensor
+    own, cache = plan.tile_sizes, batch.kv_cache.tensor
     q = torch.randn(batch.num_decodes, 16, 128, dtype=cache.dtype)
 
     def step() -> None:
@@ -40,8 +41,10 @@ def microseconds(batch: Batch, keys: int, part: int | None, parts: int | None) -
             attention.paged_attention(q, batch, layer, 128**-0.5)
 
     other = {"tile_sizes": lambda *args: own(*args)._replace(keys=keys)}
-    with mock.patch.multiple(attention, PART=part or attention.PART, **other):
-        batch.layout = parts or attention.layout(batch)
+    if parts is not None:
+        other["share_of"] = lambda *args: parts * batch.num_decodes
+    with mock.patch.multiple(plan, PART=part or plan.PART, **other):
+        batch.layout = attention.layout(batch)
         step()  # compiles
         if q.is_cuda:
             graph = torch.cuda.CUDAGraph()

@@ -57,7 +57,7 @@ def packed(step: StepInputs, num_drawn: int) -> Tensor:
     moves = step.moves
     pairs = (moves.swaps_out.items(), moves.swaps_in.items(), moves.copies, moves.state_copies)
     parts = [
-        integers([num_drawn, batch.num_decodes, batch.max_context]),
+        integers([num_drawn, batch.num_decodes]),
         step.input_ids,
         step.positions,
         batch.slot_mapping,
@@ -83,7 +83,7 @@ def unpacked(message: Tensor, kv_cache: KVCache) -> tuple[StepInputs, int]:
     sizes = sizes_of(message)
     parts = message[: sum(sizes)].split(sizes)
     _, counts, input_ids, positions, slot_mapping, sampled_rows, *rest = parts
-    num_drawn, num_decodes, max_context = counts.tolist()
+    num_drawn, num_decodes = counts.tolist()
     swaps_out, swaps_in, *copies = [pairs.view(-1, 2).tolist() for pairs in rest[:4]]
     cu_seqlens_q, context_lens, cu_blocks, block_tables, state_slots = rest[4:]
     batch = Batch(
@@ -94,7 +94,6 @@ def unpacked(message: Tensor, kv_cache: KVCache) -> tuple[StepInputs, int]:
         cu_blocks.int(),
         block_tables.int(),
         num_decodes,
-        max_context,
         state_slots=state_slots if len(state_slots) else None,
     )
     moves = Moves(dict(swaps_out), dict(swaps_in), *copies)

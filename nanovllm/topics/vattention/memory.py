@@ -39,12 +39,6 @@ class VirtualMemory(Protocol):
     def map(self, address: int, offset: int, num_bytes: int) -> None:
         """Maps physical memory from `offset` on to an address, in place of the earlier mapping."""
 
-    def unmap(self, address: int, num_bytes: int) -> None:
-        """Removes the mapping, if there is one."""
-
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Maps zeros where nothing is mapped."""
-
     def view(self, address: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8. The memory is freed when no view is left."""
 
@@ -131,12 +125,9 @@ class HostMemory:
             raise OSError(number, f"{os.strerror(number)} (mmap, {num_bytes:,} bytes)")
         return found
 
-    def _zeros(self, address: int | None, num_bytes: int, flags: int = MAP_NORESERVE) -> int:
-        flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        return self._mmap(address, num_bytes, mmap.PROT_READ, flags, -1, 0)
-
     def reserve(self, num_bytes: int) -> int:
-        address = self._zeros(None, num_bytes)
+        flags = MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = self._mmap(None, num_bytes, mmap.PROT_READ, flags, -1, 0)
         self.ending.callback(self.libc.munmap, address, num_bytes)
         return address
 
@@ -144,12 +135,6 @@ class HostMemory:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | MAP_FIXED
         self._mmap(address, num_bytes, access, flags, self.file, offset)
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        self._zeros(address, num_bytes, MAP_NORESERVE | MAP_FIXED)
-
-    def fill(self, address: int, num_bytes: int) -> None:
-        """Does nothing: zeros are there already."""
 
     def view(self, address: int, num_bytes: int) -> Tensor:
         memory: Any = (ctypes.c_char * num_bytes).from_address(address)
@@ -164,26 +149,21 @@ class HostMemory:
 
 
 class CudaMemory:
-    """VirtualMemory of a GPU, through calls of the CUDA driver. Each page has a handle. One page of
-    zeros is mapped again and again. `driver` is the module cuda.bindings.driver. The device must be
-    the current one."""
+    """VirtualMemory of a GPU, through calls of the CUDA driver. Each page has a handle.
+    `driver` is the module cuda.bindings.driver. The device must be the current one."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any):
         self.driver = driver
         self.device = device
         self.property = device_memory(driver, device)
         self.page_bytes = page_bytes_of(driver, device)
-        self.handles: list[Any] = []  # the last is the page of zeros
+        self.handles: list[Any] = []
         self.mapped: set[int] = set()  # addresses of pages where something is, or may be
         self.ending = ending_of(self)
-        for _ in range(num_bytes // self.page_bytes + 1):
+        for _ in range(num_bytes // self.page_bytes):
             handle = done(driver, driver.cuMemCreate(self.page_bytes, self.property, 0))
             self.handles.append(handle)
             self.ending.callback(driver.cuMemRelease, handle)
-        # physical memory comes with what its last owner left there
-        zeros = self.reserve(self.page_bytes)
-        self.fill(zeros, self.page_bytes)
-        self.view(zeros, self.page_bytes).zero_()
 
     def reserve(self, num_bytes: int) -> int:
         found = self.driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
@@ -194,35 +174,19 @@ class CudaMemory:
 
     def map(self, address: int, offset: int, num_bytes: int) -> None:
         first = offset // self.page_bytes
-        for i, page in enumerate(pages_of(address, num_bytes, self.page_bytes)):
-            self._show(page, self.handles[first + i])
-        self._allow(address, num_bytes)
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        for page in pages_of(address, num_bytes, self.page_bytes):
-            self._take(page)
-
-    def fill(self, address: int, num_bytes: int) -> None:
-        for page in pages_of(address, num_bytes, self.page_bytes):
-            self._show(page, self.handles[-1])
-        self._allow(address, num_bytes)
-
-    def _show(self, page: int, handle: Any) -> None:
-        self._take(page)
-        self.mapped.add(page)  # before the call: Ctrl-C may come after it
-        done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
-
-    def _take(self, page: int) -> None:
-        if page in self.mapped:
-            # refused if an interrupted change has done it already
-            self.driver.cuMemUnmap(page, self.page_bytes)
-            self.mapped.discard(page)
-
-    def _allow(self, address: int, num_bytes: int) -> None:
+        for i in range(num_bytes // self.page_bytes):
+            self._show(address + i * self.page_bytes, self.handles[first + i])
         access = self.driver.CUmemAccessDesc()
         access.location = self.property.location
         access.flags = self.driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         done(self.driver, self.driver.cuMemSetAccess(address, num_bytes, [access], 1))
+
+    def _show(self, page: int, handle: Any) -> None:
+        if page in self.mapped:
+            # refused if an interrupted change has done it already
+            self.driver.cuMemUnmap(page, self.page_bytes)
+        self.mapped.add(page)  # before the call: Ctrl-C may come after it
+        done(self.driver, self.driver.cuMemMap(page, self.page_bytes, 0, handle, 0))
 
     def view(self, address: int, num_bytes: int) -> Tensor:
         bytes_there = {
@@ -262,10 +226,6 @@ def done(driver: Any, answer: tuple) -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         raise OSError(f"the CUDA driver refuses: {error.name}")
     return values[0] if values else None
-
-
-def pages_of(address: int, num_bytes: int, page_bytes: int) -> range:
-    return range(address, address + num_bytes, page_bytes)
 
 
 def unmap_all(driver: Any, device: torch.device, mapped: set[int], page_bytes: int) -> None:

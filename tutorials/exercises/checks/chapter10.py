@@ -49,7 +49,9 @@ def as_the_kernel_does(*chunks: tuple[int, int]) -> list[tuple[int, int, int] | 
     keys, _ = batch.kv_cache.layers[0]
     keys.nan_to_num_(0)
     with loads_of(q=q, keys=keys) as loads:
-        triton_attention.launch(q.clone(), q, q, q, batch, 0, 1.0, 0, len(chunks), 1)
+        batch.layout = triton_attention.layout(batch)
+        grid = triton_attention.work_of(q, batch, 0, len(chunks))
+        triton_attention.launch(q.clone(), q, batch, 0, 1.0, grid)
     starts = batch.cu_seqlens_q.tolist()
     found: list[tuple[int, int, int] | None] = []
     for program in range(total // 8 + len(chunks)):
