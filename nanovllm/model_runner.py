@@ -221,7 +221,8 @@ class ModelRunner:
         The inputs are on the device, and padded if a graph was replayed. The inputs hold everything
         that a step needs, so another rank may run this method, too.
         """
-        self.caches.move(inputs.moves, self.ops)
+        if inputs.moves:
+            self.caches.move(inputs.moves, self.ops)
         size = self.recorder.size_for(inputs) if self.recorder is not None else None
         if self.recorder is not None and size is not None:
             replayed = self.recorder.run(inputs, size)
