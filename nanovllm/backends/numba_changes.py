@@ -37,8 +37,8 @@ class Changes:
         self.counters = [weight.detach() for weight in weights if not weight.is_inference()]
         self.classes = {*map(type, modules)}
         self.attributes = [*map(vars, modules)]
-        self.hooks: list[dict] = [every_module._global_forward_hooks]
-        self.hooks.append(every_module._global_forward_pre_hooks)
+        hooks = every_module._global_forward_hooks, every_module._global_forward_pre_hooks
+        self.hooks: list[dict] = [*hooks]
         self.members: list[dict] = []
         for module in modules:
             self.hooks += [module._forward_hooks, module._forward_pre_hooks]
@@ -60,6 +60,5 @@ class Changes:
         """Whether the model has changed, or has hooks. A change is never taken back."""
         if not self.has_changed and self._numbers() != self.at_start:
             self.has_changed = True
-            layers = "decodes run layer by layer from now on"
-            logger.warning("a layer or a weight has changed: %s", layers)
+            logger.warning("a layer or weight has changed: decodes run layer by layer from now on")
         return self.has_changed or any(self.hooks)

@@ -120,9 +120,8 @@ class NumbaStep:
         the user has changed the model."""
         num_seqs = len(step.batch.context_lens)
         has_chunks = step.batch.num_decodes < num_seqs
-        if has_chunks or num_seqs > self.sizes[-1] or self.changes.found():
-            return None
-        return num_seqs
+        is_other = has_chunks or num_seqs > self.sizes[-1] or self.changes.found()
+        return None if is_other else num_seqs
 
     def run(self, step: StepInputs, size: int) -> tuple[Tensor, StepInputs]:
         """Hidden states of a step, and the step with its logits."""
@@ -156,8 +155,7 @@ def bind(model: Any, kv_cache: KVCache, max_num_seqs: int) -> NumbaStep | None:
     num_bytes = sum(map(copied_bytes, linears))
     copied = f"a second form of the weights takes {num_bytes / 2**20:,.0f} MiB"
     if num_bytes > MOST_COPIED:
-        most = f"more than {MOST_COPIED / 2**20:,.0f}"
-        logger.info("decodes run layer by layer: %s, %s", copied, most)
+        logger.info("decodes run layer by layer: %s, more than %d", copied, MOST_COPIED >> 20)
         return None
     largest = min(largest_of(forms), max_num_seqs)
     logger.info("a decode of 1 to %d sequences is one call: %s", largest, copied)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of activations, per program: tl.dot takes no fewer, nor fewer numbers
+FEW_ROWS = 16  # of activations, per program: tl.dot takes no fewer, nor fewer numbers
+MANY_ROWS = 64  # where there are many: each tile of rows reads the whole weight
 OUT = 64  # rows of a weight, per program
 NUMBERS = {16: 64, 8: 128, 4: 128}  # of a row at a time, by the bits of a weight
 FEW_NUMBERS = 32  # where more would take too many registers
@@ -142,29 +143,32 @@ def multiply(
     matrices of all experts, one below the other, and the result is [P, out]."""
     x = x.contiguous()
     num_rows, num_in = x.shape
-    num_tiles = triton.cdiv(num_rows, ROWS)
     num_experts = 0
     rows = ends = x
     if pairs is not None:
         rows, ends = pairs
         num_rows = len(rows)
         num_experts = len(ends)
-        num_tiles = most_tiles(num_rows, num_experts)
     num_out = len(codes) // max(num_experts, 1)
     group_size = num_in // num_groups
     is_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
     most = FEW_NUMBERS if is_old or x.dtype == torch.float32 else NUMBERS[bits]
+    has_many = num_rows >= 48 * max(num_experts, 1) and most > FEW_NUMBERS
+    tile_rows = MANY_ROWS if has_many else FEW_ROWS
+    most = 64 if has_many else most  # with more, codes of 4 bits take too many registers
+    num_tiles = most_tiles(num_rows, max(num_experts, 1), tile_rows)
     numbers = max(16, min(most, triton.next_power_of_2(group_size)))
     out = x.new_empty(num_rows, num_out)
     product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
         out, x, codes, scales, zeros, rows, ends,
         num_rows, num_out, num_in, num_groups, group_size, num_experts,
-        triton.next_power_of_2(num_experts), ROWS, OUT, numbers, bits,
+        triton.next_power_of_2(num_experts), tile_rows, OUT, numbers, bits,
     )  # fmt: skip
     return out
 
 
-def most_tiles(num_pairs: int, num_experts: int) -> int:
+def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     """The most tiles that there can be, whatever a router chooses: shapes alone decide it, so that
     a CUDA graph can record the launch."""
-    return triton.cdiv(num_pairs + min(num_experts, num_pairs) * (ROWS - 1), ROWS)
+    partly = min(num_experts, num_pairs) * (tile_rows - 1)
+    return triton.cdiv(num_pairs + (partly if num_experts > 1 else 0), tile_rows)

@@ -196,7 +196,7 @@ def test_what_is_changed_after_the_load_counts(tmp_path, monkeypatch, caplog, na
             llm.close()
     first, changed, *recorded = answers
     assert recorded == [first, changed] and first != changed
-    assert caplog.text.count("a layer or a weight has changed") == 1
+    assert caplog.text.count("a layer or weight has changed") == 1
 
 
 def test_large_weights_have_no_second_form(monkeypatch, caplog):

@@ -152,12 +152,13 @@ def launch_layers(half: Any) -> None:
 
 
 def launch_products(half: Any) -> None:
-    """With weights in groups of 128 numbers in 4 bits, and in rows of 8 bits."""
+    """With weights in groups of 128 numbers in 4 bits, and in rows of 8 bits; few rows of activations and many."""
     codes, scales = empty(VOCAB, HIDDEN // 256, 128, dtype=torch.uint8), empty(VOCAB, HIDDEN // 128)
     zeros = empty(scales.shape, dtype=torch.uint8)
-    triton_product.product(half(96, HIDDEN), Groups(codes, scales, zeros))
     rows = empty(VOCAB, 1, HIDDEN, dtype=torch.int8)
-    triton_product.product(half(96, HIDDEN), Groups(rows, empty(VOCAB, 1), None))
+    for weight in (Groups(codes, scales, zeros), Groups(rows, empty(VOCAB, 1), None)):
+        triton_product.product(half(16, HIDDEN), weight)
+        triton_product.product(half(96, HIDDEN), weight)
 
 
 def launch_experts(half: Any) -> None:

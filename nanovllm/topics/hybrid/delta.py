@@ -147,15 +147,15 @@ class GatedDeltaNet(nn.Module):
             )
             parts.append(out)
         for b, tokens in rows.chunks:
-            slot = rows.slots[b]
-            state = states[slot].masked_fill(rows.is_new[b], 0)
+            slot = rows.slots[b : b + 1]  # for a number, the host would wait for the device
+            state = states[slot].squeeze(0).masked_fill(rows.is_new[b], 0)
             heads = heads_of(qkv[tokens], sizes, self.value_heads)
             gates = (log_decay[tokens], beta[tokens])
             inputs = (*heads, *gates)
             by_head = [part.transpose(0, 1) for part in inputs]
             by_head.append(state)
             out, state = chunked(*by_head)
-            states[slot] = state
+            states[slot] = state.unsqueeze(0)
             parts.append(out.transpose(0, 1))
         return torch.cat(parts)
 
