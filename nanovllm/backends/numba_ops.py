@@ -7,12 +7,10 @@ tests/core/test_ops.py.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends import torch_ops
@@ -93,15 +91,10 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
 def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes Ops.product."""
     out = x.new_empty(len(x), len(weight))
-    biases = no_biases(len(weight)) if bias is None else array(bias)
+    biases = np.zeros(len(weight), np.float32) if bias is None else array(bias)
     arguments = (*map(array, (out, x, weight)), biases)
     run(multiply, arguments, len(weight), len(x) * weight.numel())
     return out
-
-
-@cache
-def no_biases(num_out: int) -> np.ndarray:
-    return np.zeros(num_out, np.float32)
 
 
 product = in_tiles if ARE_FASTEST else torch_ops.product
@@ -156,7 +149,7 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
         has_tiles = ARE_FASTEST or len(rows) <= FEW_ROWS
-        return (in_tiles if has_tiles else F.linear)(rows, matrices[expert], None)
+        return (in_tiles if has_tiles else torch_ops.product)(rows, matrices[expert], None)
 
     return each_expert(x, pairs, multiply)
 

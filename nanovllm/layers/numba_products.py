@@ -42,9 +42,7 @@ def multiply_8_bits(out, rows, weights, layer, num_rows, begin, end):
             for i in range(codes.shape[2]):
                 total += np.int32(rows.integers[t, 0, i]) * np.int32(np.int16(codes[o, 0, i]))
             number = np.float32(np.int32(total)) * scales[o, 0] * rows.scales[t, 0]
-            if len(biases):
-                number += as_float32(biases[o])
-            out[t, o] = rounded(number, out[t, o])
+            out[t, o] = rounded(number + as_float32(biases[o]), out[t, o])
 
 
 @cache
@@ -90,9 +88,7 @@ def in_4_bits(GROUP: int) -> Form:
                         high -= zeros[o, second] * sums[second]
                         scale = row_scales[second] * scales[o, second]
                         total += np.float32(np.int32(high)) * scale
-                if len(biases):
-                    total += as_float32(biases[o])
-                out[t, o] = rounded(total, out[t, o])
+                out[t, o] = rounded(total + as_float32(biases[o]), out[t, o])
 
     return Form(integers_of, multiply_4_bits, GROUP)
 

@@ -149,14 +149,15 @@ def multiply(
         rows, ends = pairs
         num_rows = len(rows)
         num_experts = len(ends)
-    num_out = len(codes) // max(num_experts, 1)
+    num_matrices = max(num_experts, 1)
+    num_out = len(codes) // num_matrices
     group_size = num_in // num_groups
     is_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
     most = FEW_NUMBERS if is_old or x.dtype == torch.float32 else NUMBERS[bits]
-    has_many = num_rows >= 48 * max(num_experts, 1) and most > FEW_NUMBERS
+    has_many = num_rows >= 48 * num_matrices and most > FEW_NUMBERS
     tile_rows = MANY_ROWS if has_many else FEW_ROWS
     most = 64 if has_many else most  # with more, codes of 4 bits take too many registers
-    num_tiles = most_tiles(num_rows, max(num_experts, 1), tile_rows)
+    num_tiles = most_tiles(num_rows, num_matrices, tile_rows)
     numbers = max(16, min(most, triton.next_power_of_2(group_size)))
     out = x.new_empty(num_rows, num_out)
     product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](

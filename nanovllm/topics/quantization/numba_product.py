@@ -56,7 +56,7 @@ def multiply(
     num_out = len(codes) // num_experts
     tensors = (codes, scales, zeros)
     parts = [part.unflatten(0, (num_experts, -1)).numpy() for part in tensors]
-    parts.append(np.empty((num_experts, 0), np.float32))  # no biases
+    parts.append(np.zeros((num_experts, num_out), np.float32))  # biases
     weights = Weights(*parts)
     out = torch.empty(num_rows, num_out)
     arguments = (out.numpy(), rows, weights, *where)
