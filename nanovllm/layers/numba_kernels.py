@@ -38,7 +38,7 @@ def use_wide_vectors() -> None:
     """Lets LLVM use vectors of 512 bits. It avoids them on Intel's processors, because the first
     ones lower their clock for them. Those with VNNI do not. Call it before a kernel is compiled."""
     features = llvmlite.binding.get_host_cpu_features()
-    is_ours = config.CPU_NAME is None and config.CPU_FEATURES is None  # type: ignore[attr-defined]
+    is_ours = not (config.CPU_NAME or config.CPU_FEATURES)  # type: ignore[attr-defined]
     if is_ours and features.get("avx512vnni"):
         config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"  # type: ignore[attr-defined]
 

@@ -54,8 +54,7 @@ def in_team(typing_context, function, arguments, num_threads):
         ]
         place = alloca_once_value(builder, values[1])
 
-        name = f"{compiled.fndesc.mangled_name}.task"
-        task = ir.Function(module, TASK, name)
+        task = ir.Function(module, TASK, f"{compiled.fndesc.mangled_name}.task")
         task.linkage = "internal"
         inside = ir.IRBuilder(task.append_basic_block())
         loaded = inside.load(inside.bitcast(task.args[0], place.type))
