@@ -11,8 +11,6 @@ from torch import nn
 from nanovllm.device.heap import trim
 from nanovllm.layers.linear import Groups, Linear
 
-NOTHING_AFTER = {"attr": "none", "scalars": [], "algorithm": ""}  # no activation after the product
-
 
 def convert(
     linear: Linear,
@@ -46,7 +44,8 @@ def use_onednn(linear: Linear) -> None:
         return
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight(plain)
-        product = partial(torch.ops.mkldnn._linear_pointwise, **NOTHING_AFTER)
+        # no activation after the product
+        product = partial(torch.ops.mkldnn._linear_pointwise, attr="none", scalars=[], algorithm="")
         product(plain[:1], weight, None)
     except (AttributeError, RuntimeError):
         return  # not in this PyTorch, or not on this CPU
