@@ -30,7 +30,7 @@ from nanovllm.layers.numba_step import (
     new_rows,
     step_kernel,
 )
-from nanovllm.layers.numba_tiles import ARE_FASTEST
+from nanovllm.layers.numba_tiles import ARE_FASTEST, FEW
 from nanovllm.models.dense import DenseModel
 from nanovllm.step import StepInputs
 
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 # sequences. With more of them, faster products are worth the calls between them
 MANY = 128
 MANY_IN_FEW_BITS = 16
-FEW = 4  # where oneDNN or PyTorch has the fastest products
 MOST_COPIED = 2**30  # bytes of weights that are kept in two forms
 NOTHING = (torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.uint8))  # scales and zeros
 
@@ -48,7 +47,7 @@ class NumbaStep:
     """A model, bound to its weights and its cache. Its methods are those of StepGraphs."""
 
     def __init__(self, model: DenseModel, kv_cache: KVCache, forms: Forms, largest: int):
-        self.sizes = [1, largest]  # one function serves all numbers of sequences between these
+        self.sizes = [largest]  # one function serves all numbers of sequences up to this one
         decoder = model.model
         layers: Any = decoder.layers
         attention = layers[0].self_attn
@@ -109,11 +108,10 @@ class NumbaStep:
         self.changes = Changes(model)
 
     def record(self, size: int) -> None:
-        """Compiles the function: runs it for so many sequences, all in the first block."""
-        zeros = np.zeros(size, np.int32)
-        numbers = np.zeros(size, np.int64)
-        tables = (np.arange(size + 1, dtype=np.int32), zeros)
-        self._call(Inputs(numbers, numbers, numbers, zeros + 1, *tables))
+        """Compiles the function: runs it for one sequence, in the first block."""
+        zero = np.zeros(1, np.int32)
+        number = np.zeros(1, np.int64)
+        self._call(Inputs(number, number, number, zero + 1, np.zeros(2, np.int32), zero))
 
     def size_for(self, step: StepInputs) -> int | None:
         """The number of sequences; None if another way must compute the step: it has chunks, or

@@ -27,7 +27,7 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.numba_run import array, run
-from nanovllm.layers.numba_tiles import ARE_FASTEST, multiply
+from nanovllm.layers.numba_tiles import ARE_FASTEST, FEW, multiply
 from nanovllm.layers.ops import Norm, Pairs
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ COMPILES_AT_FIRST_USE = True
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
 cache_shape = torch_ops.cache_shape
-FEW_ROWS = 4  # of an expert: tiles are the fastest on any processor
 
 
 class Layout(torch_attention.Layout):
@@ -148,7 +147,7 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     from nanovllm.layers.experts import each_expert  # chapter 05
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
-        has_tiles = ARE_FASTEST or len(rows) <= FEW_ROWS
+        has_tiles = ARE_FASTEST or len(rows) <= FEW
         return (in_tiles if has_tiles else torch_ops.product)(rows, matrices[expert], None)
 
     return each_expert(x, pairs, multiply)

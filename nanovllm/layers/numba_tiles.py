@@ -15,6 +15,7 @@ from nanovllm.layers.numba_run import HAS_THREADS
 # With AVX2 as fast as oneDNN, and five times as fast in 16 bits. Other processors have instructions
 # for products, which PyTorch uses.
 ARE_FASTEST = torch.backends.cpu.get_cpu_capability() == "AVX2" and HAS_THREADS
+FEW = 4  # rows: for so few, tiles are the fastest on any processor
 ROWS = 64  # that are multiplied before the next ones: they stay in the processor's cache
 
 
