@@ -66,7 +66,7 @@ class ModelRunner:
             from nanovllm.topics.quantization.layers import quantizer  # chapter 21
 
             quantize = quantizer(config, hf_config, self.ops)
-        form = partial(convert, quantize=quantize, product=self.ops.product)
+        form = partial(convert, quantize=quantize, product=self.ops.product_for(self.dtype))
         self.model = self.load(path, hf_config, form)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         self.shape = choose_shape(config, limits, self.model, self.dtype, device)

@@ -30,7 +30,7 @@ from nanovllm.layers.numba_step import (
     new_rows,
     step_kernel,
 )
-from nanovllm.layers.numba_tiles import ARE_FASTEST, FEW
+from nanovllm.layers.numba_tiles import FEW, are_fastest
 from nanovllm.models.dense import DenseModel
 from nanovllm.step import StepInputs
 
@@ -155,16 +155,16 @@ def bind(model: Any, kv_cache: KVCache, max_num_seqs: int) -> NumbaStep | None:
     if num_bytes > MOST_COPIED:
         logger.info("decodes run layer by layer: %s, more than %d", copied, MOST_COPIED >> 20)
         return None
-    largest = min(largest_of(forms), max_num_seqs)
+    largest = min(largest_of(forms, model.lm_head.weight.dtype), max_num_seqs)
     logger.info("a decode of 1 to %d sequences is one call: %s", largest, copied)
     return NumbaStep(model, kv_cache, forms, largest)
 
 
-def largest_of(forms: Forms) -> int:
+def largest_of(forms: Forms, dtype: torch.dtype) -> int:
     """The number of sequences up to which one call is faster than the layers."""
-    if not ARE_FASTEST:
-        return FEW
-    return MANY if forms.qkv is PLAIN else MANY_IN_FEW_BITS
+    if forms.qkv is not PLAIN:
+        return MANY_IN_FEW_BITS
+    return MANY if are_fastest(dtype) else FEW
 
 
 def linears_of(module: nn.Module) -> list[Linear]:

@@ -7,6 +7,7 @@ tests/core/test_ops.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from nanovllm.layers.numba_kernels import (
     store_kv_kernel,
 )
 from nanovllm.layers.numba_run import array, run
-from nanovllm.layers.numba_tiles import ARE_FASTEST, FEW, multiply
+from nanovllm.layers.numba_tiles import FEW, are_fastest, multiply
 from nanovllm.layers.ops import Norm, Pairs
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor
 
 
 def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes Ops.product."""
+    """Computes F.linear."""
     out = x.new_empty(len(x), len(weight))
     biases = np.zeros(len(weight), np.float32) if bias is None else array(bias)
     arguments = (*map(array, (out, x, weight)), biases)
@@ -96,7 +97,8 @@ def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-product = in_tiles if ARE_FASTEST else torch_ops.product
+def product_for(dtype: torch.dtype) -> Callable:
+    return in_tiles if are_fastest(dtype) else torch_ops.product_for(dtype)
 
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
@@ -147,8 +149,8 @@ def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     from nanovllm.layers.experts import each_expert  # chapter 05
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
-        has_tiles = ARE_FASTEST or len(rows) <= FEW
-        return (in_tiles if has_tiles else torch_ops.product)(rows, matrices[expert], None)
+        product = in_tiles if len(rows) <= FEW else product_for(rows.dtype)
+        return product(rows, matrices[expert], None)
 
     return each_expert(x, pairs, multiply)
 

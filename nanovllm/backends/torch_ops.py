@@ -20,7 +20,6 @@ from nanovllm.layers.torch_attention import paged_attention as paged_attention  
 NAME = "torch"
 COMPILES_AT_FIRST_USE = False
 layout = Layout
-product = F.linear
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
@@ -113,6 +112,10 @@ def cache_shape(shape: CacheShape, limits: Any, device: torch.device) -> CacheSh
 
 def recorder(model: nn.Module, kv_cache: KVCache, limits: Any) -> None:
     """None: attention reads lengths on the CPU."""
+
+
+def product_for(dtype: torch.dtype) -> Callable:
+    return F.linear
 
 
 def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:

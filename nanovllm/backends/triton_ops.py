@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "triton"
 COMPILES_AT_FIRST_USE = True
 cache_shape = torch_ops.cache_shape
-product = torch_ops.product
+product_for = torch_ops.product_for
 
 
 @triton.jit

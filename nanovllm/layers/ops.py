@@ -31,10 +31,11 @@ class Ops(Protocol):
     NAME: str  # as in Config.attention_backend, for messages
     # whether kernels are compiled when they first run: better before there are requests
     COMPILES_AT_FIRST_USE: bool
-    # as F.linear: x [T, in] times a weight [out, in] that is not quantized, and a bias or None
-    product: Callable[..., Tensor]
 
     # --- every model ---
+
+    def product_for(self, dtype: torch.dtype) -> Callable[..., Tensor]:
+        """F.linear, or what computes it faster with weights that are not quantized."""
 
     def layout(self, batch: Batch) -> object:
         """Prepares a step for this backend's attention, once for all layers. The result becomes

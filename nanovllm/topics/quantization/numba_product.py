@@ -1,5 +1,5 @@
-"""Products with weights in 4 and 8 bits, in compiled Python, for a few rows of activations. The
-kernels are in layers/numba_products.py."""
+"""Products with weights in 4 and 8 bits, in compiled Python: the kernels are in
+layers/numba_products.py."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,7 @@ from nanovllm.layers.numba_products import bytes_of_rows, in_4_bits, pairs_kerne
 from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_step import Weights, new_rows
 from nanovllm.topics.quantization import experts, int8
-from nanovllm.topics.quantization.groups import Product, plain_product
-
-FEW_ROWS = 16  # with more rows of activations, PyTorch's products are faster
+from nanovllm.topics.quantization.groups import Product
 
 
 def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,11 +24,6 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     arguments = (*map(array, (codes, numbers, scales, x)),)
     run(bytes_of_rows, arguments, len(x), x.numel())
     return numbers, scales
-
-
-def product(x: Tensor, weight: Groups) -> Tensor:
-    """x [T, in] times a weight in 4 bits: fp32 [T, out]."""
-    return plain_product(x, weight) if len(x) > FEW_ROWS else multiply(x, weight)
 
 
 def multiply(
@@ -68,19 +61,15 @@ def of_matrix(weight: Groups) -> Quantized:
     """The product with any weight on a CPU."""
     if weight.zeros is None:
         return int8.product_of(weight, in_bytes)
-    return Product(weight, product)
+    return Product(weight, multiply)
 
 
 def product_of(weight: Groups, num_experts: int | None) -> Quantized:
-    """The product with any weight. With experts in 4 bits, it is one kernel for all experts if
-    there are few pairs of each."""
-    one_by_one = experts.product_of(weight, num_experts, of_matrix)
+    """The product with any weight. With experts in 4 bits, it is one kernel for all experts."""
     if num_experts is None or weight.zeros is None:
-        return one_by_one
+        return experts.product_of(weight, num_experts, of_matrix)
 
-    def few_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
-        if len(pairs.rows) > FEW_ROWS * num_experts:
-            return one_by_one(x, pairs)
+    def all_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
         return multiply(x[pairs.rows], weight, pairs.ends)
 
-    return Product(weight, few_pairs)
+    return Product(weight, all_pairs)
