@@ -19,17 +19,16 @@ exact_kernel = partial(kernel, fastmath=False)
 @njit(inline="always")
 def store_row(row, numbers):
     """Stores the numbers as codes, and returns their scale."""
-    largest = ZERO
-    zero = ZERO  # NaN, if a number is not finite
-    for number in numbers:
-        x = as_float32(number)
-        largest = max(largest, abs(x))
-        zero += x * ZERO
-    scale = max(largest * STEP, SMALLEST_SCALE) + zero
-    inverse = ONE / scale
+    largest = np.uint32(0)
+    for number in numbers:  # the bits of positive numbers have the order of the numbers
+        bits = np.float32(as_float32(number)).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        largest = np.uint32(max(largest, np.uint32(bits)))
+    is_finite = largest < np.uint32(0x7F800000)
+    scale = max(np.uint32(largest).view(np.float32) * STEP, SMALLEST_SCALE)
+    inverse = ONE / scale if is_finite else ZERO
     for i in range(len(numbers)):
-        x = as_float32(numbers[i])
-        row[i] = np.int8(np.rint(x * inverse) if zero == ZERO else ZERO)
+        x = np.float32(as_float32(numbers[i]))
+        row[i] = np.int8(np.rint(x * inverse) if is_finite else ZERO)
     return scale
 
 

@@ -15,7 +15,6 @@ from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
 from nanovllm.layers.numba_prefetch import prefetch
 from nanovllm.layers.numba_step import Activations, Form
 
-ROWS = 16  # of activations, that are multiplied before the next ones: they stay in the cache
 AHEAD = 12  # rows of a weight between the one that is read and the one that memory is asked for
 
 
@@ -70,32 +69,31 @@ def in_4_bits(GROUP: int) -> Form:
         zeros = weights.zeros[layer]
         biases = weights.biases[layer]
         num_groups = scales.shape[1]
-        for first_row in range(0, num_rows, ROWS):
-            for o in range(begin, end):
-                prefetch(codes, o + AHEAD, o + AHEAD + 1)
-                for t in range(first_row, min(first_row + ROWS, num_rows)):
-                    integers = rows.integers[t]
-                    row_scales = rows.scales[t]
-                    sums = rows.sums[t]
-                    total = ZERO
-                    for first in range(0, num_groups, 2):
-                        low = high = np.int32(0)
-                        # numba adds in 64 bits; the compiler drops what np.int32 cuts off below
-                        for i in range(GROUP):
-                            code = codes[o, first // 2, i]
-                            low_code = np.int16(np.int16(code) & np.int16(15))
-                            high_code = np.int16(code >> np.uint8(4))
-                            low += np.int32(integers[first, i]) * np.int32(low_code)
-                            high += np.int32(integers[first + 1, i]) * np.int32(high_code)
-                        low -= zeros[o, first] * sums[first]
-                        scale = row_scales[first] * scales[o, first]
-                        total += np.float32(np.int32(low)) * scale
-                        second = first + 1
-                        if second < num_groups:
-                            high -= zeros[o, second] * sums[second]
-                            scale = row_scales[second] * scales[o, second]
-                            total += np.float32(np.int32(high)) * scale
-                    out[t, o] = rounded(total + as_float32(biases[o]), out[t, o])
+        for o in range(begin, end):
+            prefetch(codes, o + AHEAD, o + AHEAD + 1)
+            for t in range(num_rows):
+                integers = rows.integers[t]
+                row_scales = rows.scales[t]
+                sums = rows.sums[t]
+                total = ZERO
+                for first in range(0, num_groups, 2):
+                    low = high = np.int32(0)
+                    # numba adds in 64 bits; the compiler drops what np.int32 cuts off below
+                    for i in range(GROUP):
+                        code = codes[o, first // 2, i]
+                        low_code = np.int16(np.int16(code) & np.int16(15))
+                        high_code = np.int16(code >> np.uint8(4))
+                        low += np.int32(integers[first, i]) * np.int32(low_code)
+                        high += np.int32(integers[first + 1, i]) * np.int32(high_code)
+                    low -= zeros[o, first] * sums[first]
+                    scale = row_scales[first] * scales[o, first]
+                    total += np.float32(np.int32(low)) * scale
+                    second = first + 1
+                    if second < num_groups:
+                        high -= zeros[o, second] * sums[second]
+                        scale = row_scales[second] * scales[o, second]
+                        total += np.float32(np.int32(high)) * scale
+                out[t, o] = rounded(total + as_float32(biases[o]), out[t, o])
 
     return Form(integers_of, multiply_4_bits, GROUP)
 

@@ -1,5 +1,5 @@
-"""Products with weights in 4 and 8 bits, in compiled Python: the kernels are in
-layers/numba_products.py."""
+"""Products with weights in 4 and 8 bits, in compiled Python, for a few rows of activations. The
+kernels are in layers/numba_products.py."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,9 @@ from nanovllm.layers.numba_products import bytes_of_rows, in_4_bits, pairs_kerne
 from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_step import Weights, new_rows
 from nanovllm.topics.quantization import experts, int8
-from nanovllm.topics.quantization.groups import Product
+from nanovllm.topics.quantization.groups import Product, plain_product
+
+FEW_ROWS = 64  # with more rows of activations, PyTorch's products are faster
 
 
 def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,6 +26,11 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     arguments = (*map(array, (codes, numbers, scales, x)),)
     run(bytes_of_rows, arguments, len(x), x.numel())
     return numbers, scales
+
+
+def product(x: Tensor, weight: Groups) -> Tensor:
+    """x [T, in] times a weight in 4 bits: fp32 [T, out]."""
+    return plain_product(x, weight) if len(x) > FEW_ROWS else multiply(x, weight)
 
 
 def multiply(
@@ -61,15 +68,19 @@ def of_matrix(weight: Groups) -> Quantized:
     """The product with any weight on a CPU."""
     if weight.zeros is None:
         return int8.product_of(weight, in_bytes)
-    return Product(weight, multiply)
+    return Product(weight, product)
 
 
 def product_of(weight: Groups, num_experts: int | None) -> Quantized:
-    """The product with any weight. With experts in 4 bits, it is one kernel for all experts."""
+    """The product with any weight. With experts in 4 bits, it is one kernel for all experts if
+    there are few pairs of each."""
+    one_by_one = experts.product_of(weight, num_experts, of_matrix)
     if num_experts is None or weight.zeros is None:
-        return experts.product_of(weight, num_experts, of_matrix)
+        return one_by_one
 
-    def all_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
+    def few_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
+        if len(pairs.rows) > FEW_ROWS * num_experts:
+            return one_by_one(x, pairs)
         return multiply(x[pairs.rows], weight, pairs.ends)
 
-    return Product(weight, all_pairs)
+    return Product(weight, few_pairs)
