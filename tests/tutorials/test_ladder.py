@@ -1,20 +1,26 @@
-"""The ladder: six engines on one small model, each with the answers of the engine, each a little longer than the one before.
+"""The ladder: seven engines on one small model, each with the answers of the engine.
 
 Run: pytest tests/tutorials/test_ladder.py
 """
 
+import ast
 import json
+import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from book import check_picture
+from sizes import size_of
 
+import nanovllm
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.ladder import rung4, rung5, rung6
+from tutorials.ladder import rung4, rung5, rung6, rung7
 from tutorials.ladder.__main__ import climb, main
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import (
@@ -43,15 +49,16 @@ def runs():
 def test_all_rungs_have_the_answers_of_the_engine(runs):
     answers = runs["LLM"].answers
     assert [len(ids) for ids in answers] == [6, 4, 3, 5]
-    assert all(run.answers == answers for run in runs.values()) and len(runs) == 7
+    assert all(run.answers == answers for run in runs.values()) and len(runs) == 8
 
 
 def test_what_each_rung_computes(runs):
     """18 answers' tokens of four prompts with 98 tokens."""
     tokens = {name: sum(step.tokens for step in run.steps) for name, run in runs.items()}
     assert tokens == {"rung 1": 429, "rung 3": 208} | dict.fromkeys(
-        ["rung 2", "rung 4", "rung 5", "rung 6", "LLM"], 112
+        ["rung 2", "rung 4", "rung 5", "rung 6", "rung 7", "LLM"], 112
     )
+    assert runs["rung 7"].steps == runs["LLM"].steps
 
 
 def test_who_computes_how_much(runs):
@@ -222,3 +229,60 @@ def test_a_sequence_without_a_block_begins_again(rung, monkeypatch):
     one_by_one = run_rung(2, model, requests)
     assert run.answers == one_by_one.answers
     assert sum(step.tokens for step in run.steps) > sum(step.tokens for step in one_by_one.steps)
+
+
+# --- rung 7 ---
+
+
+@pytest.mark.parametrize("num_blocks, budget, num_seqs", [(64, 384, 8), (24, 48, 6), (16, 64, 8)])
+def test_rung_7_takes_each_step_as_the_engine(num_blocks, budget, num_seqs):
+    """The same tokens, greedy and drawn, in the same blocks: with shared prefixes and preemptions."""
+    rng = random.Random(0)
+    shared = [rng.randrange(1500) for _ in range(70)]
+    prompts = [
+        shared[: rng.choice([0, 20, 40, 70])] + rng.choices(range(1500), k=rng.randint(1, 60))
+        for _ in range(20)
+    ]
+    params = [
+        {"temperature": 0.4 * (i % 3), "seed": i, "max_tokens": 2 * i, "ignore_eos": i % 2 == 0}
+        for i in range(1, 21)
+    ]
+    options = {"num_blocks": num_blocks, "max_num_seqs": num_seqs}
+    options["max_num_batched_tokens"] = budget
+    llm = LLM(dtype="float32", device="cpu", **options)
+    page = rung7.LLM(EMBEDDED_MODEL, **options)
+    found, steps = [], []
+    for engine, kind in ((llm, SamplingParams), (page, rung7.SamplingParams)):
+        steps.append([])
+        with patch.object(engine.runner, "launch", noting(engine.runner.launch, steps[-1])):
+            outputs = engine.generate(prompts, [kind(**one) for one in params])
+        outputs = [getattr(output, "outputs", [output])[0] for output in outputs]
+        found.append([(one.text, one.token_ids, one.finish_reason) for one in outputs])
+    assert found[0] == found[1] and {reason for *_, reason in found[0]} == {"stop", "length"}
+    assert steps[0] == steps[1]
+    assert llm.stats()["prefix_cache_hit_tokens"] > 0
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks < 64)
+
+
+def noting(launch, steps: list):
+    def noted(schedule):
+        items = schedule.items
+        steps.append([(len(seq.token_ids), *rest, [*seq.block_table]) for seq, *rest in items])
+        return launch(schedule)
+
+    return noted
+
+
+def test_rung_7_is_a_page_with_the_names_of_the_engine():
+    source = Path(rung7.__file__).read_text(encoding="utf-8")
+    assert size_of(source).lines <= 300
+    assert not re.search(r"^(import|from) (nanovllm|tutorials)", source, re.MULTILINE)
+    theirs = {
+        name for path in Path(nanovllm.__file__).parent.rglob("*.py") for name in names_in(path)
+    }
+    assert names_in(Path(rung7.__file__)) - theirs == {"linear", "norm", "rotate", "lm_head"}
+
+
+def names_in(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
