@@ -360,8 +360,8 @@ def test_abort_in_every_state():
         step(scheduler, runner)
     scheduler.preempt(requests[2])
     assert all(seq.host_table for seq in requests[2].sequences)  # all samples are swapped out
-    scheduler.schedule()
-    assert scheduler.num_swapped_blocks == 3 and requests[2] in scheduler.running
+    assert scheduler.schedule().moves.swaps_in and requests[2] in scheduler.running
+    assert scheduler.num_swapped_blocks == 3
     scheduler.preempt(requests[2])
     late = new_request(3, 3)
     scheduler.add(late)

@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +24,6 @@ from tutorials.ladder.__main__ import climb, main
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import (
     Request,
-    Step,
     four_requests,
     many_requests,
     new_llm,
@@ -76,76 +74,7 @@ def test_who_computes_how_much(runs):
         assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
 
 
-# --- the pictures of chapters 01 and 03 ---
-
-
-def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
-    """The seat of each request: a free one when the request first computes, until its last step."""
-    present = [[requests.index(request) for request in step.requests] for step in steps]
-    last = {i: t for t, indices in enumerate(present) for i in indices}
-    found: dict[int, int] = {}
-    for t, indices in enumerate(present):
-        taken = {found[i] for i in found if last[i] >= t}
-        for i in indices:
-            if i not in found:
-                found[i] = min(set(range(len(taken) + 1)) - taken)
-                taken.add(found[i])
-    return found
-
-
-def computed(steps: list[Step], requests: list[Request]) -> Iterator[tuple[int, int, int]]:
-    """For each request of each step its number, the tokens that are needed, and the others. Needed
-    are the tokens of the prompt, and all but the last of the answer, each once."""
-    done = [0] * len(requests)
-    known = [len(request.prompt) for request in requests]
-    for step in steps:
-        for request, size in zip(step.requests, step.sizes):
-            i = requests.index(request)
-            end = min(known[i], len(request.prompt) + request.max_tokens - 1)
-            needed = min(size, end - done[i])
-            done[i] += needed
-            known[i] += done[i] == known[i]  # the request gets a token
-            yield i, needed, size - needed
-
-
-def test_seats():
-    """D takes the seat that C leaves; in rung 3, D waits until all have ended."""
-    llm = new_llm()
-    requests = four_requests(llm)
-    with seats(3):
-        runs = climb(requests, llm)
-    assert rung4.SEATS == 8
-    places = {"rung 3": (0, 6), "rung 4": (2, 3), "rung 6": (1, 4)}
-    for name, place in places.items():
-        steps = runs[name].steps
-        first = next(t for t, step in enumerate(steps) if requests[3] in step.requests)
-        assert (seats_of(steps, requests)[3], first) == place
-        cells = []
-        for i, needed, wasted in computed(steps, requests):
-            cells.append(f"{'ABCD'[i]} {needed or wasted}")
-            cells += [f"+{wasted}"] * (needed > 0 < wasted)
-        tokens = [step.tokens for step in steps]
-        title = (
-            f"{len(tokens)} steps, {sum(tokens)} tokens computed, at most {max(tokens)} in a step"
-        )
-        check_picture("ladder_seats", "\n".join(cells), f"{name}: {title}")
-
-
-@pytest.mark.parametrize("number", [3, 4, 5])
-def test_slots_that_are_held_and_used(number):
-    """In rung 3, requests compute on although their answer is complete."""
-    requests = many_requests()[:16]
-    steps = run_rung(number, Qwen3(EMBEDDED_MODEL), requests).steps
-    held, used = sum(step.held for step in steps), sum(step.used for step in steps)
-    slots: Counter[int] = Counter()
-    ended = 0
-    for i, needed, wasted in computed(steps, requests):
-        slots[i] += needed or wasted
-        ended += 0 if needed else slots[i]
-    title = f"rung {number}: {len(steps)} steps, {used / held:.0%} of the held slots are used"
-    if ended:
-        title += f", {(used - ended) / held:.0%} for answers in progress"
-    check_picture("ladder_slots", title)
+# --- the pictures of chapter 03 ---
 
 
 def test_three_ways_to_batch():
