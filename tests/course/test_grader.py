@@ -221,7 +221,9 @@ assert not open(0).read()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /proc")
-@pytest.mark.parametrize("word, found", [(f"{2**100 + 7}", False), (sys.executable, True)])
+@pytest.mark.parametrize(
+    "word, found", [(f"{2**100 + 7}", False), (sys.executable, True)], ids=["seed", "program"]
+)
 def test_a_seed_is_in_no_command_variable_or_pipe(tmp_path, word, found):
     path = tmp_path / "my_scheduler.py"
     path.write_text(f"{LOOKS.format(word=word)}\n{FCFS}")
