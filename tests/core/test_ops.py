@@ -49,10 +49,10 @@ def test_a_mixture_in_float16(backend, head_dim, heads):
 
 @pytest.mark.parametrize("backend", ["reference", "numba"])
 def test_sums_are_in_fp32(backend):
-    """A result of 16 bits is rounded once."""
+    """Of decodes. A result of 16 bits is rounded once."""
     ops = ops_of(backend)
-    batch, _ = random_batch([(1, 300), (5, 70)], 2, 32)
-    q = randn(6, 4, 32, device="cpu", dtype=torch.float16)
+    batch, _ = random_batch([(1, 300), (1, 70)], 2, 32)
+    q = randn(2, 4, 32, device="cpu", dtype=torch.float16)
     batch.kv_cache = KVCache(batch.kv_cache.tensor.nan_to_num().half())
     batch.layout = ops.layout(batch)
     found = ops.paged_attention(q, batch, 1, 0.2)
