@@ -215,10 +215,10 @@ class Scheduler:
         prompt. Tokens that are cached or on the host are not computed again.
 
         In this order: the first unfinished sequence takes its prefix, then what the host has; for
-        several sequences, `groups.share` finds the tokens that they have in common; at the first
-        admission, hits and prompt tokens are counted; host blocks are freed; blocks are allocated.
-        A single sequence has its own blocks, so `has_forked` is True; for several, `groups.fork`
-        sets it.
+        several unfinished ones, `groups.share` finds the tokens that they have in common; at the
+        first admission, hits and prompt tokens are counted; host blocks are freed; blocks are
+        allocated. A single unfinished sequence has its own blocks, so `has_forked` is True; for
+        several, `groups.fork` sets it.
         Raises ScheduleError for `next_waiting` if the request does not wait: see check_choice.
         """
         check_choice(self, "next_waiting", request, self.waiting)
@@ -249,7 +249,7 @@ class Scheduler:
     def tokens_to_compute(self, request: Request, schedule: Schedule) -> list[Item]:
         """The missing tokens of each of the request's sequences, as many as the budgets allow. The
         last token of a full answer is never fed to the model, even if it is pending: see
-        device/overlap.py. For several sequences see groups.tokens_to_compute."""
+        device/overlap.py. For several unfinished sequences see groups.tokens_to_compute."""
         # a running request with a single sequence has not finished it
         seqs = request.unfinished if request.params.n > 1 else request.sequences
         if len(seqs) > 1:

@@ -284,11 +284,11 @@ def test_rope_settings_count(settings):
     parameters = {"rope_type": "default", "rope_theta": 5e5} | settings
     config = Qwen3Config(head_dim=16, max_position_embeddings=32, rope_parameters=parameters)
     theta = 5e5
-    if settings:  # as for 64 tokens, with twice the context
-        theta *= (2.0 * 64 / 32 - 1) ** (16 / 14)
-    angles = torch.outer(torch.arange(64.0), theta ** -(torch.arange(8.0) / 8))
+    if settings:  # as for 512 tokens, with twice the context
+        theta *= (2.0 * 512 / 32 - 1) ** (16 / 14)
+    angles = torch.outer(torch.arange(512.0), theta ** -(torch.arange(8.0) / 8))
     expected = torch.cat([angles.cos(), angles.sin()], dim=1)
-    torch.testing.assert_close(rope_table(config, 16, 64), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(rope_table(config, 16, 512), expected, atol=1e-4, rtol=0)
 
 
 def test_the_layers_of_pytorch_keep_what_ops_says():

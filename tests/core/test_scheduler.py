@@ -273,6 +273,7 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     scheduler.update(schedule, *runner.run(schedule))
     schedule = scheduler.schedule()
     assert list(schedule.moves.swaps_in) == host_blocks[2:]
+    assert scheduler.num_swapped_blocks == 0  # only those out count, and these were taken by hand
     assert schedule.items == [(request.sequences[0], 18, 1)]
     assert len(scheduler.block_manager.free_host_blocks) == 12
     scheduler.update(schedule, *runner.run(schedule))

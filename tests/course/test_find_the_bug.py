@@ -7,14 +7,13 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from random import Random
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from nanovllm import Run, simulate
+from nanovllm import Run
 from nanovllm.schedule import ScheduleError
-from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS, Question
+from tutorials.assignments.a0.questions import INVARIANTS, QUESTIONS
 from tutorials.assignments.a0.task import check_counts
 from tutorials.assignments.public import check_rules, load
 from tutorials.assignments.task import Part, load_task, serve_baseline
@@ -84,14 +83,6 @@ BUDGET = "return min(len(self.running) + 256, self.max_num_batched_tokens), 256"
 COUNT = "sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table)"
 NUM_FREED = "num_freed = 0\n\n    def free"
 NEXT = "return self.preempted[0] if self.preempted else super().next_waiting()"
-STAYS = "self.preempted.append(request)  # it stays in `waiting`, too"
-LOSES = (STAYS, "self.preempted.append(request)\n        self.waiting.remove(request)")
-FINDS = """if self.preempted:
-            self.waiting.append(self.preempted.pop(0))
-            return self.waiting[-1]
-        return super().next_waiting()
-"""
-CLAIMS = "\n    def unfinished(self):\n        return super().unfinished() + self.preempted\n"
 KEEPS = """if any(self.blocks[block_id].ref_count > 1 for block_id in seq.block_table):
             seq.block_table = []
         super().free(seq)"""
@@ -99,36 +90,24 @@ KEEPS = """if any(self.blocks[block_id].ref_count > 1 for block_id in seq.block_
 REPLACED = {
     ("A", "forgets the preempted"): [(NEXT, "return super().next_waiting()")],
     ("A", "last preempted first"): [(NEXT, NEXT.replace("[0]", "[-1]"))],
-    ("A", "shortest preempted first"): [
-        ("self.preempted[0] if", "min(self.preempted, key=self.priority) if")
-    ],
-    ("A", "one chance"): [(NEXT, NEXT.replace("[0]", ".pop(0)"))],
-    ("A", "hides the lost"): [LOSES, (NEXT, FINDS + CLAIMS)],
-    ("A", "finds the lost later"): [LOSES, (NEXT, FINDS)],
     ("A", "first come, first served"): [("return len(request.prompt_token_ids), ", "return ")],
     ("B", "counts nothing"): [(NUM_FREED, "def unused")],
     ("B", "counts zero"): [(COUNT, "0")],
-    ("B", "counts all"): [(COUNT, "len(seq.block_table)")],
     ("B", "counts what is free"): [
         (NUM_FREED, "num_freed = property(lambda self: self.num_free_blocks)\n    def unused")
     ],
-    ("B", "counts a text"): [(NUM_FREED, "num_freed = 'many'\n    def unused")],
     ("B", "never frees"): [("super().free(seq)", KEEPS)],
     ("B", "never shares"): [
         ("    def free", "    def find_prefix(self, seq):\n        return []\n    def free")
     ],
     ("C", "no limit"): [(BUDGET, "return super().step_budget()")],
     ("C", "tiny budget"): [(BUDGET, "return 64, 64")],
-    ("C", "fixed budget"): [(BUDGET, "return 256, 256")],
-    ("C", "somewhat more"): [(BUDGET, "return 300, 300")],
     ("C", "one budget"): [(BUDGET, f"return {BUDGET[7:-5]}, {BUDGET[7:-5]}")],
-    ("C", "half of the prompts"): [(BUDGET, BUDGET.replace("256", "128"))],
     ("C", "only prompts"): [(BUDGET, "return 256, 256 - len(self.running)")],
 }
 # more than the rules, less than all
 # others earn nothing: what they have is there from the start, or is paid for by what they forget
-PARTLY_RIGHT = {"last preempted first", "shortest preempted first"}
-PARTLY_RIGHT |= {"one budget", "fixed budget", "somewhat more", "only prompts"}
+PARTLY_RIGHT = {"last preempted first", "one budget", "only prompts"}
 
 
 def wrong(part: str, name: str) -> SimpleNamespace:
@@ -160,9 +139,7 @@ def test_what_is_counted_is_checked():
     for name, counted in (
         ("counts zero", r"\d+: .* is 0, not \d+"),
         ("counts nothing", "1: .* is None, not 0"),
-        ("counts all", r"\d+: .* is .+, not \d+"),
         ("counts what is free", r"\d+: .* is .+, not \d+"),
-        ("counts a text", r"\d+: .* is .+, not \d+"),
         ("never shares", r"\d+: .* is .+, not \d+"),
     ):
         with pytest.raises(AssertionError, match=f"^step {counted}$"):
@@ -207,38 +184,3 @@ def test_the_answers_of_the_solution_are_right():
 def test_the_sentence_says_what_happened_instead(name, load, sentence):
     question = QUESTIONS[name]
     assert question({"breaks": question.invariant, "load": load}).startswith(sentence)
-
-
-def random_load(question: Question, random: Random) -> list[list]:
-    """Of as many requests and tokens as are allowed."""
-    count, left = question.max_requests, question.max_tokens
-    cuts = sorted(random.sample(range(1, left), 2 * count - 1))
-    sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, left])]
-    return [
-        [random.choice([0, 0.001]), prompt, output, *[min(prompt, 16)] * question.has_shared]
-        for prompt, output in zip(sizes[::2], sizes[1::2])
-    ]
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_the_plain_classes_serve_each_load_that_is_allowed(name, monkeypatch, num_loads=50):
-    """So that what breaks is the class of the starter, and not the load. And nothing else is wrong
-    with that class."""
-    question, random = QUESTIONS[name], Random(name)
-    served = []
-
-    def serve(jobs, config, scheduler_cls, **options):
-        plain = simulate(jobs, replace(config, block_manager_cls=None), check=True)
-        served.append(plain.num_steps)
-        return simulate(jobs, config, scheduler_cls=scheduler_cls, **options)
-
-    monkeypatch.setattr("tutorials.assignments.a0.questions.simulate", serve)
-    num_right = 0
-    for _ in range(num_loads):
-        load = random_load(question, random)
-        problem = question({"breaks": question.invariant, "load": load})
-        assert problem is None or problem.startswith("no rule is broken")
-        num_right += problem is None
-    assert len(served) == num_loads
-    assert max(served) <= question.max_tokens
-    assert num_right < num_loads / 10, "right by accident"

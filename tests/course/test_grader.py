@@ -3,6 +3,7 @@
 Run: pytest tests/course/test_grader.py [-k memory] [--slow]
 """
 
+import io
 import json
 import os
 import re
@@ -194,17 +195,40 @@ def test_the_real_engine(tmp_path, code, message):
 # --- the command line ---
 
 
-def test_a_secret_gives_the_seeds(graded, tmp_path, capsys):
+def test_a_secret_gives_the_seeds(graded, tmp_path, capsys, monkeypatch):
     seeds = secret_seeds("a", "a1")
     assert seeds == secret_seeds("a", "a1") != secret_seeds("b", "a1") != secret_seeds("b", "a2")
     assert all(2**100 < seed < 2**128 for seed in seeds)
     assert "hello" in graded("print('hello')\n")["output"]
     assert not graded("print('hello')\n", is_secret=True)["output"]
-    secret = tmp_path / "secret.txt"
-    secret.write_text("too short\n")
+    pipe = io.StringIO("too short\n")
+    monkeypatch.setattr(sys, "stdin", pipe)
     with pytest.raises(SystemExit):
-        main(["a1", str(tmp_path / "my_scheduler.py"), "--secret", str(secret)])
-    assert "it must be a file with 16 characters or more" in capsys.readouterr().err
+        main(["a1", str(tmp_path / "my_scheduler.py"), "--secret"])
+    assert pipe.closed and "16 characters or more" in capsys.readouterr().err
+
+
+LOOKS = """
+import pathlib
+for path in [*pathlib.Path("/proc").glob("[0-9]*/cmdline"), *pathlib.Path("/proc").glob("[0-9]*/environ")]:
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        continue
+    assert "{word}" not in text, path
+assert not open(0).read()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /proc")
+@pytest.mark.parametrize(
+    "word, found", [(f"{2**100 + 7}", False), (sys.executable, True)], ids=["seed", "program"]
+)
+def test_a_seed_is_in_no_command_variable_or_pipe(tmp_path, word, found):
+    path = tmp_path / "my_scheduler.py"
+    path.write_text(f"{LOOKS.format(word=word)}\n{FCFS}")
+    with playing(submissions.__name__, path, LIMIT, "part", 0, 2**100 + 7) as player:
+        assert ("AssertionError: /proc" in player.outcome().problem) == found
 
 
 def test_the_script_of_gradescope(tmp_path):

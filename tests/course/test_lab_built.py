@@ -18,7 +18,6 @@ from lab_numbers import ASSIGNMENTS, numbers
 from submissions import SHORTEST_FIRST, method
 
 from nanovllm.topics.lab.serving import Files
-from tutorials.assignments.public import load
 from tutorials.lab import build
 
 ROOT = Path(__file__).parents[2]
@@ -144,42 +143,6 @@ def test_a_scheduler_is_typed_run_and_played(browser, address):
     assert browser.errors == []
 
 
-RUNS = "[...document.querySelectorAll('#runs button')].map((button) => button.textContent)"
-
-
-def change(browser: Browser, selector: str, value) -> None:
-    set_value = f"one.value = {json.dumps(value)}; one.dispatchEvent(new Event('change'))"
-    browser.value(f"(one => {{ {set_value} }})(document.querySelector('{selector}'))")
-
-
-def test_runs_load_and_seed_are_kept_in_their_tab(browser, address):
-    open_lab(browser, address)
-    change(browser, "#seed", -3)
-    browser.click("#run")
-    browser.wait(f"{STATUS}.startsWith('Seed -3 is not allowed')")
-    type_file(browser, SHORTEST_FIRST)
-    for part, seed in ((0, 2), (1, 7)):
-        change(browser, "#part", part)
-        change(browser, "#seed", seed)
-        run(browser)
-    made = ["2. short questions, seed 7: 0 of 40 points", "1. chats, seed 2: 30 of 30 points"]
-    assert browser.value(RUNS) == made
-    open_lab(browser, address)
-    assert browser.value(RUNS) == made
-    assert browser.value("document.querySelector('#seed').value") == "7"
-    assert browser.text("#results").startswith("Goals of this run: short questions, seed 7")
-    browser.value("document.querySelector('#runs li:last-child button').click()")
-    assert browser.text("#results").startswith("Goals of this run: chats, seed 2")
-    change(browser, "#sheet", "a2")
-    browser.wait(f"{TEXT}.includes('no answer stands still')")
-    browser.value("history.back()")  # to the sheet before
-    browser.wait(f"{TEXT} === {json.dumps(SHORTEST_FIRST)}")
-    event = "new StorageEvent('storage', {key: 'nanovllm.lab.a1', newValue: ''})"
-    browser.value(f"dispatchEvent({event})")
-    assert "Another tab" in browser.text("#kept")
-    assert browser.errors == []
-
-
 def test_an_endless_loop_is_stopped_and_a_warm_worker_takes_its_place(browser, address):
     """More often than there were warm ones: a new one needs nothing from the server."""
     open_lab(browser, address)
@@ -196,37 +159,6 @@ def test_an_endless_loop_is_stopped_and_a_warm_worker_takes_its_place(browser, a
         run(browser)
         assert cells(browser)["requests"] == ["500", "500", "same"]
     assert browser.errors == [] == Counted.paths
-
-
-def test_a_file_is_kept_saved_and_loaded(browser, address, tmp_path):
-    open_lab(browser, address)
-    type_file(browser, SHORTEST_FIRST)
-    open_lab(browser, address)  # again
-    assert browser.value(TEXT) == SHORTEST_FIRST
-    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
-    browser.call("Page.setDownloadBehavior", **folder)
-    browser.click("#save")
-    saved = tmp_path / "my_scheduler.py"
-    for _ in range(1000):
-        if saved.is_file():
-            break
-        browser.value("new Promise((done) => setTimeout(done, 20))")
-    assert saved.read_text(encoding="utf-8") == SHORTEST_FIRST
-    assert load(saved).MyScheduler
-    other = tmp_path / "other.py"
-    other.write_text("x = 1\n", encoding="utf-8")
-    root = browser.call("DOM.getDocument")["root"]["nodeId"]
-    node = browser.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    browser.call("DOM.setFileInputFiles", nodeId=node, files=[str(other)])
-    browser.wait(f"{TEXT} === 'x = 1\\n'")
-    browser.value("location.hash = 'a2'")  # each sheet has its own file
-    browser.wait(f"{TEXT}.includes('no answer stands still')")
-    browser.value("location.hash = 'a1'")
-    browser.wait(f"{TEXT} === 'x = 1\\n'")
-    browser.value("window.confirm = () => true")
-    browser.click("#starter")
-    browser.wait(f"{TEXT}.includes('TODO: the smallest key')")
-    assert browser.errors == []
 
 
 # --- security ---

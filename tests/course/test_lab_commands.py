@@ -13,7 +13,7 @@ from submissions import FCFS, SHORTEST_FIRST, method, priority
 from nanovllm import Job
 from nanovllm.config import Config
 from tests.tools.extras import needs
-from tutorials.assignments import public, seeds
+from tutorials.assignments import alike, public, seeds
 from tutorials.assignments.a1.task import latency_share, wait
 from tutorials.assignments.task import NAMES, Goal, Part, Task, load_task
 from tutorials.lab.runs import goal_of
@@ -62,7 +62,7 @@ def test_a_value_that_does_not_count_is_shown_as_it_was_measured(write):
     why = f"{longest:.3f}, does not count: mean latency 1.000 of FCFS, must be below 0.85"
     assert goal.score(value) == 0 and value == 13.5 and longest < 13.5
     assert goal_of(goal, value)["value"] == why
-    assert f"{why}, 0 of 40 points" in public.compare(part, runs, 7)
+    assert f"{why}, 0 of 40 points" in public.compare(part, runs)
     worst = goal.worst([9.0, value])
     assert goal.sentence(worst, 2).startswith(f"{why}, the worst of 2; full points at 12")
 
@@ -156,3 +156,24 @@ def test_the_prompts_of_the_real_engine_have_all_labels_of_the_load(name):
     for part in load_task(name).parts:
         labels = {key for params in public.new_params(part) for key in params.extra_args}
         assert labels == {key for job in part.workload(3) for key in job.extra_args}
+
+
+# --- alike ---
+
+
+def test_a_copy_with_other_names_and_numbers_is_alike(write, tmp_path, capsys):
+    copied = SHORTEST_FIRST.replace("request", "one").replace(", ", ",") + "# my own idea\n"
+    for name, text in {
+        "one": SHORTEST_FIRST,
+        "two": copied,
+        "three": ENDS_EARLY,
+        "four": "(",
+    }.items():
+        write(text, f"submissions/{name}.py")
+    alike.main([f"{tmp_path / 'submissions'}"])
+    assert capsys.readouterr().out.splitlines()[:1] == ["100%  one.py  two.py"]
+    assert all(
+        path.name != "three.py"
+        for pair in alike.pairs_of([*tmp_path.glob("*/*.py")])
+        for path in pair[1:]
+    )

@@ -16,7 +16,6 @@ from tutorials.simulation.metrics import (
     distribution,
     gantt_text,
     jain,
-    states,
     summary,
     table,
 )
@@ -231,24 +230,3 @@ def test_gantt_text():
     assert gantt_text(small_run()) == (
         "step   0\njob 0  #ooo\njob 1  ##ox#oo\njob 2   ....#-o\n# prompt  o decode  . waits  x preempted  - no part"
     )
-
-
-def test_rows_are_in_order_of_arrival():
-    """An unfinished request waits until the end. One that has not arrived has an empty row."""
-    run = small_run()
-    run.requests.insert(0, served(6.0, [], outputs=1))
-    run.requests.append(served(math.inf, [], outputs=1))
-    run.steps = [
-        step._replace(
-            items=[(i + 1, *rest) for i, *rest in step.items], running=[i + 1 for i in step.running]
-        )
-        for step in run.steps
-    ]
-    assert states(run) == {
-        1: "#ooo    ",
-        2: "##ox#oo ",
-        3: " ....#-o",
-        0: " " * 6 + "..",
-        4: " " * 8,
-    }
-    assert gantt_text(run).splitlines()[4] == "job 0        .."

@@ -23,6 +23,8 @@ EXTRAS = {
     "properdocs": "site",
     "pygments": "site",
     "ray": "ray",
+    "jupytext": "notebooks",
+    "nbclient": "notebooks",
     "matplotlib": "dev",
     "openai": "dev",
 }

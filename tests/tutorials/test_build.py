@@ -129,14 +129,19 @@ def test_a_file_of_another_milestone_is_named(tmp_path):
     assert "with our scheduler.py this test passes: look there" in lines
 
 
-def test_right_bodies_have_their_gain_and_are_noted(tmp_path, capsys):
+def test_right_bodies_have_their_gain_and_are_noted(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "mine"
     build.new(folder)
     path = folder / "nanovllm" / "block_manager.py"
     ours = source_of(path.name)
     path.write_text(with_holes(f"{ours}\n", ["BlockManager.fork"], MILESTONES[7].message))
+    assert build.main(["check", f"{folder}", "1"]) == 0
+    assert "guess the number" in capsys.readouterr().out
+    monkeypatch.delattr(build, "check")  # the guess needs no second check
     assert build.main(["check", f"{folder}", "1", "--guess", "18"]) == 0
     assert "12 blocks; your guess was 18, 1.5 times that" in capsys.readouterr().out
+    path.write_text(ours)
+    assert build.kept(folder, BLOCKS) is None
     done, following, *_ = build.advice(folder)
     assert done == "done: 1 blocks" and following.startswith("next: 2 scheduler")
     assert build.advice(folder, 7)[1].startswith("next: 7 engine")

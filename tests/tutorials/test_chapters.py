@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from book import needs_of
+from extras import needs
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
@@ -68,6 +69,15 @@ def test_code_blocks_run_and_print_what_the_chapter_says(chapter, monkeypatch, p
                 f"{chapter.name}, block {i} prints\n{printed}\nbut the chapter says\n{match[2]}",
                 pytrace=False,
             )
+
+
+def test_jupytext_makes_a_notebook_that_runs():
+    """As README says. Solutions are cells, too."""
+    jupytext, nbclient = needs("jupytext"), needs("nbclient")
+    notebook = jupytext.read(ROOT / "tutorials" / "03_scheduler.md")
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": ROOT}}).execute()
+    printed = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(printed) > 5 and any(printed)
 
 
 def refresh(chapter: Path) -> None:

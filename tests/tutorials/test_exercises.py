@@ -6,14 +6,12 @@ Run: pytest tests/tutorials/test_exercises.py [-k 02.3]
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from book import CHAPTERS, ROOT, TUTORIALS, needs_of, solutions
 from wrong_answers.read import wrong_answers
 
 from tutorials import check
-from tutorials.exercises.checks import chapter19
 
 EXERCISES = TUTORIALS / "exercises"
 NAMES = {chapter.name[:2]: chapter for chapter in CHAPTERS}
@@ -125,28 +123,3 @@ def test_a_file_that_does_not_load(tmp_path, capsys):
 def no_answers_left():
     yield
     sys.modules.pop("answers", None)
-
-
-@pytest.mark.parametrize(
-    "num_blocks, missed, gone, sentence",
-    [
-        (4000, 5616, 0, "misses 5,616 tokens that are there"),
-        (150, 2992, 3520, "misses 2,992, and expects 3,520 that are gone"),
-    ],
-)
-def test_what_the_router_of_19_2_does_not_know(num_blocks, missed, gone, sentence):
-    """What is said below its solution."""
-    answers = SimpleNamespace(**vars(chapter19))
-    exec(solutions(NAMES["19"])["19.2"], vars(answers))
-    expected = {}
-
-    class Kept(answers.Noting):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.expected = expected
-
-    run = chapter19.conversations(num_blocks, Kept)
-    found = {str(i): one.num_cached_tokens for i, one in enumerate(run.requests)}
-    assert sum(max(0, found[name] - expected[name]) for name in found) == missed
-    assert sum(max(0, expected[name] - found[name]) for name in found) == gone
-    assert sentence in NAMES["19"].read_text(encoding="utf-8")

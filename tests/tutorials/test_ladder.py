@@ -1,25 +1,29 @@
-"""The ladder: six engines on one small model, each with the answers of the engine, each a little longer than the one before.
+"""The ladder: seven engines on one small model, each with the answers of the engine.
 
 Run: pytest tests/tutorials/test_ladder.py
 """
 
+import ast
 import json
+import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from book import check_picture
+from sizes import size_of
 
+import nanovllm
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED_MODEL
-from tutorials.ladder import rung4, rung5, rung6
+from tutorials.ladder import rung4, rung5, rung6, rung7
 from tutorials.ladder.__main__ import climb, main
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.runs import (
     Request,
-    Step,
     four_requests,
     many_requests,
     new_llm,
@@ -43,15 +47,16 @@ def runs():
 def test_all_rungs_have_the_answers_of_the_engine(runs):
     answers = runs["LLM"].answers
     assert [len(ids) for ids in answers] == [6, 4, 3, 5]
-    assert all(run.answers == answers for run in runs.values()) and len(runs) == 7
+    assert all(run.answers == answers for run in runs.values()) and len(runs) == 8
 
 
 def test_what_each_rung_computes(runs):
     """18 answers' tokens of four prompts with 98 tokens."""
     tokens = {name: sum(step.tokens for step in run.steps) for name, run in runs.items()}
     assert tokens == {"rung 1": 429, "rung 3": 208} | dict.fromkeys(
-        ["rung 2", "rung 4", "rung 5", "rung 6", "LLM"], 112
+        ["rung 2", "rung 4", "rung 5", "rung 6", "rung 7", "LLM"], 112
     )
+    assert runs["rung 7"].steps == runs["LLM"].steps
 
 
 def test_who_computes_how_much(runs):
@@ -69,76 +74,7 @@ def test_who_computes_how_much(runs):
         assert tokens == {18: 23, 19: 22, 47: 49, 14: 18}, name  # all but the last of an answer
 
 
-# --- the pictures of chapters 01 and 03 ---
-
-
-def seats_of(steps: list[Step], requests: list[Request]) -> dict[int, int]:
-    """The seat of each request: a free one when the request first computes, until its last step."""
-    present = [[requests.index(request) for request in step.requests] for step in steps]
-    last = {i: t for t, indices in enumerate(present) for i in indices}
-    found: dict[int, int] = {}
-    for t, indices in enumerate(present):
-        taken = {found[i] for i in found if last[i] >= t}
-        for i in indices:
-            if i not in found:
-                found[i] = min(set(range(len(taken) + 1)) - taken)
-                taken.add(found[i])
-    return found
-
-
-def computed(steps: list[Step], requests: list[Request]) -> Iterator[tuple[int, int, int]]:
-    """For each request of each step its number, the tokens that are needed, and the others. Needed
-    are the tokens of the prompt, and all but the last of the answer, each once."""
-    done = [0] * len(requests)
-    known = [len(request.prompt) for request in requests]
-    for step in steps:
-        for request, size in zip(step.requests, step.sizes):
-            i = requests.index(request)
-            end = min(known[i], len(request.prompt) + request.max_tokens - 1)
-            needed = min(size, end - done[i])
-            done[i] += needed
-            known[i] += done[i] == known[i]  # the request gets a token
-            yield i, needed, size - needed
-
-
-def test_seats():
-    """D takes the seat that C leaves; in rung 3, D waits until all have ended."""
-    llm = new_llm()
-    requests = four_requests(llm)
-    with seats(3):
-        runs = climb(requests, llm)
-    assert rung4.SEATS == 8
-    places = {"rung 3": (0, 6), "rung 4": (2, 3), "rung 6": (1, 4)}
-    for name, place in places.items():
-        steps = runs[name].steps
-        first = next(t for t, step in enumerate(steps) if requests[3] in step.requests)
-        assert (seats_of(steps, requests)[3], first) == place
-        cells = []
-        for i, needed, wasted in computed(steps, requests):
-            cells.append(f"{'ABCD'[i]} {needed or wasted}")
-            cells += [f"+{wasted}"] * (needed > 0 < wasted)
-        tokens = [step.tokens for step in steps]
-        title = (
-            f"{len(tokens)} steps, {sum(tokens)} tokens computed, at most {max(tokens)} in a step"
-        )
-        check_picture("ladder_seats", "\n".join(cells), f"{name}: {title}")
-
-
-@pytest.mark.parametrize("number", [3, 4, 5])
-def test_slots_that_are_held_and_used(number):
-    """In rung 3, requests compute on although their answer is complete."""
-    requests = many_requests()[:16]
-    steps = run_rung(number, Qwen3(EMBEDDED_MODEL), requests).steps
-    held, used = sum(step.held for step in steps), sum(step.used for step in steps)
-    slots: Counter[int] = Counter()
-    ended = 0
-    for i, needed, wasted in computed(steps, requests):
-        slots[i] += needed or wasted
-        ended += 0 if needed else slots[i]
-    title = f"rung {number}: {len(steps)} steps, {used / held:.0%} of the held slots are used"
-    if ended:
-        title += f", {(used - ended) / held:.0%} for answers in progress"
-    check_picture("ladder_slots", title)
+# --- the pictures of chapter 03 ---
 
 
 def test_three_ways_to_batch():
@@ -222,3 +158,60 @@ def test_a_sequence_without_a_block_begins_again(rung, monkeypatch):
     one_by_one = run_rung(2, model, requests)
     assert run.answers == one_by_one.answers
     assert sum(step.tokens for step in run.steps) > sum(step.tokens for step in one_by_one.steps)
+
+
+# --- rung 7 ---
+
+
+@pytest.mark.parametrize("num_blocks, budget, num_seqs", [(64, 384, 8), (24, 48, 6), (16, 64, 8)])
+def test_rung_7_takes_each_step_as_the_engine(num_blocks, budget, num_seqs):
+    """The same tokens, greedy and drawn, in the same blocks: with shared prefixes and preemptions."""
+    rng = random.Random(0)
+    shared = [rng.randrange(1500) for _ in range(70)]
+    prompts = [
+        shared[: rng.choice([0, 20, 40, 70])] + rng.choices(range(1500), k=rng.randint(1, 60))
+        for _ in range(20)
+    ]
+    params = [
+        {"temperature": 0.4 * (i % 3), "seed": i, "max_tokens": 2 * i, "ignore_eos": i % 2 == 0}
+        for i in range(1, 21)
+    ]
+    options = {"num_blocks": num_blocks, "max_num_seqs": num_seqs}
+    options["max_num_batched_tokens"] = budget
+    llm = LLM(dtype="float32", device="cpu", **options)
+    page = rung7.LLM(EMBEDDED_MODEL, **options)
+    found, steps = [], []
+    for engine, kind in ((llm, SamplingParams), (page, rung7.SamplingParams)):
+        steps.append([])
+        with patch.object(engine.runner, "launch", noting(engine.runner.launch, steps[-1])):
+            outputs = engine.generate(prompts, [kind(**one) for one in params])
+        outputs = [getattr(output, "outputs", [output])[0] for output in outputs]
+        found.append([(one.text, one.token_ids, one.finish_reason) for one in outputs])
+    assert found[0] == found[1] and {reason for *_, reason in found[0]} == {"stop", "length"}
+    assert steps[0] == steps[1]
+    assert llm.stats()["prefix_cache_hit_tokens"] > 0
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks < 64)
+
+
+def noting(launch, steps: list):
+    def noted(schedule):
+        items = schedule.items
+        steps.append([(len(seq.token_ids), *rest, [*seq.block_table]) for seq, *rest in items])
+        return launch(schedule)
+
+    return noted
+
+
+def test_rung_7_is_a_page_with_the_names_of_the_engine():
+    source = Path(rung7.__file__).read_text(encoding="utf-8")
+    assert size_of(source).lines <= 300
+    assert not re.search(r"^(import|from) (nanovllm|tutorials)", source, re.MULTILINE)
+    theirs = {
+        name for path in Path(nanovllm.__file__).parent.rglob("*.py") for name in names_in(path)
+    }
+    assert names_in(Path(rung7.__file__)) - theirs == {"linear", "norm", "rotate", "lm_head"}
+
+
+def names_in(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}

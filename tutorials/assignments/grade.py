@@ -28,11 +28,11 @@ def new_grader(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Gra
     grader = Grader(load_task(args.task), module, [*PUBLIC_SEEDS], limit=args.limit)
     if not 1 <= args.limit <= 86_400:
         parser.error(f"--limit {args.limit} is not allowed: it must be from 1 to 86400 seconds")
-    if args.secret is not None:
-        secret = args.secret.read_text(encoding="utf-8").strip() if args.secret.is_file() else ""
+    if args.secret:
+        with sys.stdin as pipe:  # closed before a student's file runs
+            secret = pipe.read().strip()
         if len(secret) < 16:
-            what = "it must be a file with 16 characters or more"
-            parser.error(f"--secret {args.secret} is not allowed: {what}")
+            parser.error("--secret needs 16 characters or more on standard input")
         grader.seeds, grader.is_secret = secret_seeds(secret, args.task), True
     return grader
 
@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("task", choices=NAMES)
     parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="students' files")
     parser.add_argument("--json", type=Path, help="write results.json here, or into this folder")
-    parser.add_argument("--secret", type=Path, help="a file with a secret, which gives the seeds")
+    help = "take the seeds from a secret, read from standard input"
+    parser.add_argument("--secret", action="store_true", help=help)
     help = f"seconds of a processor for a simulation (default: {LIMIT})"
     parser.add_argument("--limit", type=int, default=LIMIT, help=help)
     args = parser.parse_intermixed_args(arguments)

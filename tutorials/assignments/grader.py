@@ -4,6 +4,7 @@ The file is trusted not to forge its result. Its mistakes (an endless loop, an e
 happen in a process of `play.py`, within limits, and cost the points of what was played there.
 """
 
+import json
 import os
 import pickle
 import re
@@ -71,17 +72,19 @@ def playing(module: str, path: Path, limit: int, *what: object) -> Iterator[Play
     """Starts a process that plays `what`, see `play.py`. Ends it, and what the file has started."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        arguments = map(str, [folder / "outcome", module, path.resolve(), limit, *what])
         with (folder / "printed").open("wb") as printed:
             process = subprocess.Popen(
-                [sys.executable, "-c", START, *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", START],
+                stdin=subprocess.PIPE,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,
             )
+        with process.stdin as pipe:  # nothing of a load is in the command, which others can read
+            job = [f"{folder / 'outcome'}", module, f"{path.resolve()}", limit, *what]
+            pipe.write(json.dumps(job).encode())
         try:
             yield Player(process, folder, limit)
         finally:

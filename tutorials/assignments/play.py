@@ -7,6 +7,7 @@
 It writes an `Outcome`, and ends. Limits of time are processor time: a busy machine fails no file.
 """
 
+import json
 import os
 import pickle
 import signal
@@ -90,10 +91,10 @@ def play(task: Task, path: Path, what: str, index: int = 0, seed: int = 1) -> Ou
 
 
 def main() -> None:
-    target, module, path, limit, what, *numbers = sys.argv[1:]
+    target, module, path, limit, what, *numbers = json.load(sys.stdin)  # the pipe is empty then
     task = import_module(module).TASK
-    set_limits(Path(path), int(limit))
-    outcome = play(task, Path(path), what, *map(int, numbers))
+    set_limits(Path(path), limit)
+    outcome = play(task, Path(path), what, *numbers)
     signal.setitimer(signal.ITIMER_PROF, 0)
     Path(target).write_bytes(pickle.dumps(outcome))
     os._exit(0)  # threads of the file do not keep the process alive

@@ -174,11 +174,11 @@ def serve_both(part: Part, module: Any, seed: int) -> dict[str, Run]:
     return {part.baseline: baseline, part.policy[0]: run}
 
 
-def compare(part: Part, runs: dict[str, Run], seed: int) -> str:
+def compare(part: Part, runs: dict[str, Run]) -> str:
     """What the baseline and the student's policy reach, and the value of each goal."""
     baseline, run = runs.values()
     summaries = {name: summary(run) for name, run in runs.items()}
-    lines = [f"{part.name}, seed {seed}", table(summaries), ""]
+    lines = [table(summaries), ""]
     for goal in part.goals:
         value = goal.measure(run, baseline)
         points = f"{goal.score(value):.0f} of {goal.points:.0f} points (full from {goal.full})"
@@ -251,8 +251,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part in args.task.parts:
         if args.gantt is not None:
             part = replace(part, keep_steps=True)
+        print(f"{part.name}, seed {args.seed}", flush=True)  # a run may take long
         runs = serve_both(part, args.module, args.seed)
-        print(compare(part, runs, args.seed))
+        print(compare(part, runs), flush=True)
         if args.gantt is not None:
             from tutorials.assignments.gantt import draw
 

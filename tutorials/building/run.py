@@ -39,17 +39,26 @@ def short(value: object) -> str:
 
 
 def place_of(error: BaseException, package: Path) -> tuple[str, str]:
-    """The line of the student's package that was reached last; and the function around it. An
-    assertion of a test, which the engine has called, has none."""
+    """The line of the student's package that was reached last; and the function around it. If the file
+    is as in our package, also the student's line that has led there. An assertion of a test, which the
+    engine has called, has none."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, AssertionError):
         frames = frames[-1:]
+    places = []
+    name = ""
     for frame in reversed(frames):
         path = Path(frame.filename)
         if path.is_relative_to(package):
-            name = function_at(path.read_text(encoding="utf-8"), frame.lineno or 0)
-            return f"{path.relative_to(package)}, line {frame.lineno}", name
-    return "", ""
+            source = path.read_text(encoding="utf-8")
+            name = name or function_at(source, frame.lineno or 0)
+            module = path.relative_to(package)
+            is_ours = source == (ROOT / "nanovllm" / module).read_text(encoding="utf-8")
+            if not places or not is_ours:
+                places.append(f"{module}, line {frame.lineno}")
+            if not is_ours:
+                break
+    return ", called by ".join(places), name
 
 
 def problem_of(error: BaseException, package: Path) -> str:

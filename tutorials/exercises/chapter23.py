@@ -22,7 +22,7 @@ def delta_step(
     beta: float,
 ) -> tuple[list[float], list[list[float]]]:
     """One token of the gated delta rule: what the query reads, and the new state. The state has a row
-    for each number of a key, and a column for each number of a value."""
+    for each number of a key, and a column for each number of a value. `q` and `k` have length 1."""
     raise NotImplementedError
 
 

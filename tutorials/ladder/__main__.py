@@ -1,4 +1,4 @@
-"""Runs the six rungs of the ladder, and the engine, on the same requests.
+"""Runs the seven rungs of the ladder, and the engine, on the same requests.
 
 python -m tutorials.ladder                           four requests
 python -m tutorials.ladder --seats 3                 with three seats in place of eight
@@ -24,6 +24,7 @@ from tutorials.ladder.runs import (
     many_requests,
     new_llm,
     run_engine,
+    run_page,
     run_rung,
     seats,
 )
@@ -38,6 +39,8 @@ def climb(requests: list[Request], llm: LLM | None = None) -> dict[str, Run]:
     calls: dict[str, Callable[[list[Request]], Run]] = {}
     for number in RUNGS:
         calls[f"rung {number}"] = lambda some, number=number: run_rung(number, model, some)
+    num_seats = llm.scheduler.max_num_seqs
+    calls["rung 7"] = lambda some: run_page(num_seats, some)
     calls["LLM"] = lambda some: run_engine(llm, some)
     runs = {}
     for name, call in calls.items():

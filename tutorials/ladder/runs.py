@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from inspect import getsource
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tutorials.ladder import rung5
+from nanovllm.config import EMBEDDED_MODEL
+from tutorials.ladder import rung5, rung7
 from tutorials.ladder.qwen3 import Qwen3
 from tutorials.ladder.rung3 import SEATS
 
@@ -100,6 +101,17 @@ def decodes(contexts: list[int], num_blocks: int) -> list[rung5.Sequence]:
     return sequences
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In so small operations, several threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def run_rung(number: int, model: Qwen3, requests: list[Request]) -> Run:
     rung = RUNGS[number]
     steps: list[Step] = []
@@ -109,38 +121,45 @@ def run_rung(number: int, model: Qwen3, requests: list[Request]) -> Run:
         clock.append(time.perf_counter())
         steps.append(Step(*step, seconds=clock[-1] - clock[-2]))
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in so small operations, several threads only wait for each other
-    try:
-        with torch.inference_mode():
-            answers = rung.generate(model, requests, report)
-    finally:
-        torch.set_num_threads(num_threads)
+    with one_thread(), torch.inference_mode():
+        answers = rung.generate(model, requests, report)
     seconds = time.perf_counter() - clock[0]
     return Run(len(getsource(rung).splitlines()), steps, seconds, answers)
 
 
-def run_engine(llm: LLM, requests: list[Request]) -> Run:
-    steps: list[Step] = []
+def run_page(num_seats: int, requests: list[Request]) -> Run:
+    """Rung 7, with as many blocks as the other rungs."""
+    page = rung7.LLM(EMBEDDED_MODEL, max_num_seqs=num_seats)
+    with one_thread():
+        run = run_engine(page, requests)
+    return run._replace(lines=len(getsource(rung7).splitlines()))
 
-    def observe(schedule, seconds: float) -> None:
-        """Slots held and used while the step ran, as a rung reports them."""
-        held = schedule.num_used_blocks * llm.block_manager.block_size
+
+def run_engine(llm: Any, requests: list[Request]) -> Run:
+    """`llm` is an LLM: the engine's, or that of rung 7."""
+    steps: list[Step] = []
+    manager, launch = llm.block_manager, llm.runner.launch
+
+    def observed(schedule):
+        """Slots held and used while the step runs, as a rung reports them."""
+        held = (len(manager.blocks) - len(manager.free_blocks)) * manager.block_size
         planned = {item.seq: item.start + item.num_tokens for item in schedule.items}
-        others = (seq for r in llm.scheduler.running for seq in r.sequences if seq not in planned)
-        used = sum(planned.values()) + sum(seq.num_computed_tokens for seq in others)
-        computing = [item.seq.request for item in schedule.items]
+        running = [seq for r in llm.scheduler.running for seq in getattr(r, "sequences", [r])]
+        used = sum(planned.get(seq, seq.num_computed_tokens) for seq in running)
+        computing = [getattr(seq, "request", seq) for seq in planned]
         same = [Request(r.prompt_token_ids, r.params.max_tokens) for r in computing]
         steps.append(Step(same, [item.num_tokens for item in schedule.items], held, used))
+        return launch(schedule)
 
-    llm.observers.append(observe)
-    prompts = [request.prompt for request in requests]
     params = [
         SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
         for request in requests
     ]
+    prompts = [request.prompt for request in requests]
+    options = {"use_tqdm": False} if isinstance(llm, LLM) else {}
     start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    with patch.object(llm.runner, "launch", observed):
+        outputs = llm.generate(prompts, params, **options)
     seconds = time.perf_counter() - start
-    llm.observers.remove(observe)
-    return Run(0, steps, seconds, [output.outputs[0].token_ids for output in outputs])
+    completions = [getattr(output, "outputs", [output])[0] for output in outputs]
+    return Run(0, steps, seconds, [one.token_ids for one in completions])

@@ -110,15 +110,14 @@ def check_3(answers) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1500, (8,), generator=generator)
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
-    right = first_layers(Qwen3).logits(ids, positions, texts)
-    for rows in ([4, 7], [7, 4], [2], [*range(8)]):
-        check_rows(answers, ids, positions, rows, right[rows])
+    for num_layers, rows in ((3, [4, 7]), (2, [7, 4]), (3, [2]), (1, [*range(8)])):
+        right = first_layers(Qwen3, num_layers).logits(ids, positions, texts)
+        check_rows(answers, ids, positions, num_layers, rows, right[rows])
 
 
-def first_layers(model_cls: type[Qwen3]) -> Qwen3:
-    """The embedded model without its last two layers."""
+def first_layers(model_cls: type[Qwen3], num_layers: int) -> Qwen3:
     model = model_cls(EMBEDDED_MODEL)
-    model.layers = range(3)
+    model.layers = range(num_layers)
     return model
 
 
@@ -130,7 +129,7 @@ def texts(layer, q, k, v):
     return torch.cat([causal(layer, *part) for part in parts])
 
 
-def check_rows(answers, ids, positions, rows: list[int], right) -> None:
+def check_rows(answers, ids, positions, num_layers: int, rows: list[int], right) -> None:
     computed: dict[str, int] = {}
 
     class Counting(answers.LastRows):
@@ -138,13 +137,21 @@ def check_rows(answers, ids, positions, rows: list[int], right) -> None:
             computed[name] = computed.get(name, 0) + len(x)
             return super().linear(name, x)
 
-    said = first_layers(Counting).logits(ids, positions, texts, torch.tensor(rows))
-    what = f"for rows {rows}"
+    said = first_layers(Counting, num_layers).logits(ids, positions, texts, torch.tensor(rows))
+    what = f"with {num_layers} layers, for rows {rows}"
     expect(said.shape == right.shape, f"{what} the logits have shape {list(said.shape)}")
     off = (said - right).abs().max().item()
     expect(off < 1e-3, f"{what} the logits are wrong by up to {off:.3f}")
     for name, num_rows in computed.items():
-        is_late = name.startswith("layers.2.") and name[-6:] not in ("q_proj", "k_proj", "v_proj")
+        is_late = name.startswith(f"layers.{num_layers - 1}.") and name[-6:] not in (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+        )
         enough = len(rows) if is_late else 8
         expect(num_rows == enough, f"{what} {name} computes {num_rows} rows, {enough} are enough")
-    expect(len(computed) == 3 * 7, f"`linear` was called for {len(computed)} weights, not 21")
+    num_weights = 7 * num_layers
+    expect(
+        len(computed) == num_weights,
+        f"`linear` is called for {len(computed)} of {num_weights} weights",
+    )

@@ -91,7 +91,7 @@ def check_steps(graphs, model: Model, sizes: list[int], steps: Iterable[int]) ->
     rng = random.Random(0)
     for i, num_rows in enumerate(steps):
         ids = [rng.randrange(1000) for _ in range(num_rows)]
-        slots = rng.sample(range(10) if i < 5 else range(NUM_SLOTS), num_rows)
+        slots = rng.sample(range(10) if i < 9 else range(NUM_SLOTS), num_rows)
         wanted = [(n * 7 + 3) % 1000 for n in ids]
         size = min((size for size in sizes if size >= num_rows), default=0)
         num_before = model.num_runs

@@ -129,7 +129,7 @@ def judge_edges(answers) -> None:
     rng, cases = random.Random(1), [([0.0, 0.0, 1.0], 0.5, 0.0), ([0.0, 0.0, 1.0], 0.0, 0.5)]
     for _ in range(2000):
         weights = [rng.random() for _ in range(rng.randint(3, 12))]
-        cases.append(([0.0, *(w / sum(weights) for w in weights)], 0.5, 1 - 2**-53))
+        cases.append(([0.0, *(w / sum(weights) for w in weights), 0.0], 0.5, 1 - 2**-53))
     for p, u, v in cases:
         said = answers.checked(0, p, [1.0] + [0.0] * (len(p) - 1), u, v)
         case = f"p={p}, q=[1.0, 0.0, ...], draft token 0, u={u}, v={v}"
