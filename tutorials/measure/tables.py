@@ -144,7 +144,7 @@ def facts(report: dict) -> dict:
 
 
 def speed(reports: list[dict], links: list[str]) -> str:
-    """For README: what was run, and a line for each engine, the fastest on the first model
+    """For README: what was run, and a line for each engine, the fastest on the last model
     above."""
     names = [MODELS.get(report["model"], report["model"]) for report in reports]
     lines = []
@@ -158,9 +158,9 @@ def speed(reports: list[dict], links: list[str]) -> str:
     for name in names:
         header += [f"{name}: tokens/s", "nanovllm[cpu] against this row", "ready after"]
     rows = [header]
-    first = reports[0]["engines"]
-    for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
-        cells = [ENGINES[engine].format(first[engine].get("version", ""))]
+    last = reports[-1]["engines"]
+    for engine in sorted(last, key=lambda name: -last[name].get("output_tokens_per_second", 0)):
+        cells = [ENGINES[engine].format(last[engine].get("version", ""))]
         for report in reports:
             cells += speed_cells(report["engines"].get(engine, {"error": "not run"}))
         rows.append(cells)
