@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12, 15 and 21 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapters 12 and 21 and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -16,15 +16,13 @@ from statistics import median
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import pairs
-from tutorials.report import conditions, engines_table, markdown, rounds_text, rows_of, spread
+from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "appendix.md",
     ROOT / "tutorials" / "12_performance.md",
-    ROOT / "tutorials" / "15_believe.md",
     ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
@@ -41,14 +39,6 @@ ENGINES = {
     "hf-cb": "transformers {}, continuous batching",
 }
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
-TIMES = {
-    "seconds": "total time",
-    "ttft_p50": "TTFT p50",
-    "ttft_p99": "TTFT p99",
-    "tpot_p50": "TPOT p50",
-    "tpot_p99": "TPOT p99",
-    "all": "all but the total time",
-}
 FORMS = {
     "nanovllm": "nanovllm",
     "nanovllm-int8": "int8",
@@ -66,21 +56,11 @@ def printed(report: dict) -> str:
 Rows = list[list[str]]
 
 
-def errors(report: dict) -> Rows:
-    """How far the simulator is from real runs, over all loads."""
-    found = {name: report["totals"][key] for key, name in TIMES.items()}
-    columns = [("signed_error", "+.1%")]
-    columns += [(key, ".1%") for key in ("mean_error", "worst_error", "mean_noise")]
-    return rows_of("|error with its sign|error|the largest|between real runs", columns, found)
-
-
 # --- of one file: a sentence, if there is one, and what the experiment itself prints ---
 
 NUMBERS = "([all numbers]({link}))"
 HERE = "{device}, commit {commit} " + NUMBERS
 FILE = "[{file}]({link}), commit {commit}:"
-SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign."
-LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
 
 
 def quality(report: dict) -> Rows:
@@ -114,8 +94,6 @@ def speeds_of_forms(report: dict) -> Rows:
 
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
     "engines": (FILE, printed),
-    "error": (f"Embedded model in float32, {LOADS}:", errors),
-    "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
     "quality": (f"{HERE}:", quality),
     "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", speeds_of_forms),
     "tried": (None, handout_table),
@@ -128,16 +106,8 @@ def of_one(name: str, report: dict, link: str) -> str:
     text = body if isinstance(body, str) else markdown(body)
     if sentence is None:
         return text
-    about = sentence.format(**report, **facts(report), link=link, file=Path(link).name)
+    about = sentence.format(**report, link=link, file=Path(link).name)
     return f"{about}\n\n{text}"
-
-
-def facts(report: dict) -> dict:
-    """What sentences say that is no field of a file."""
-    return {
-        "processor": report["device"].partition(",")[0],
-        "num_loads": len(report.get("workloads", ())),
-    }
 
 
 # --- of several files ---
