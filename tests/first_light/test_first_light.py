@@ -60,9 +60,9 @@ def test_a_part_works_on_a_gpu(name):
 
 def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeypatch, capsys):
     """The others run. A wrong answer is a failure, and so is the end of a process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = {"torch": {"error": "wrong answers"}, "triton": {"error": "exit status -11"}}
     monkeypatch.setattr(first_light, "part_in_process", lambda name, *_: results.get(name, {}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     file = tmp_path / "light.json"
     with pytest.raises(SystemExit) as ended:
         first_light.run(first_light.Namespace(file=file, small=False, shape="dense"))
