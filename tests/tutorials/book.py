@@ -21,7 +21,7 @@ WORDS = {  # of a first reading: outside code, tables and second readings
     **{"08_sampler": 1650, "09_engine": 1600, "10_kernels": 1800, "11_graphs": 1400},
     **{"12_performance": 1550, "13_samples": 1200, "14_simulator": 1350, "15_believe": 950},
     **{"16_policies": 1550, "17_serving": 1450, "18_parallel": 1550, "19_replicas": 1350},
-    **{"20_vattention": 1100, "21_quantization": 1550, "22_speculative": 1150},
+    **{"20_vattention": 1120, "21_quantization": 1550, "22_speculative": 1150},
     **{"23_hybrid": 1400},
 }
 CHAPTERS = sorted(TUTORIALS.glob("[0-9]*.md"))
