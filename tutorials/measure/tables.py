@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12 and 21 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapter 21 and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -16,13 +16,12 @@ from statistics import median
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.report import conditions, engines_table, markdown, rounds_text, spread
+from tutorials.report import markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "appendix.md",
-    ROOT / "tutorials" / "12_performance.md",
     ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
@@ -48,11 +47,6 @@ FORMS = {
 }
 
 
-def printed(report: dict) -> str:
-    """What bench.py prints."""
-    return f"```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
-
-
 Rows = list[list[str]]
 
 
@@ -60,7 +54,6 @@ Rows = list[list[str]]
 
 NUMBERS = "([all numbers]({link}))"
 HERE = "{device}, commit {commit} " + NUMBERS
-FILE = "[{file}]({link}), commit {commit}:"
 
 
 def quality(report: dict) -> Rows:
@@ -93,7 +86,6 @@ def speeds_of_forms(report: dict) -> Rows:
 
 
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
-    "engines": (FILE, printed),
     "quality": (f"{HERE}:", quality),
     "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", speeds_of_forms),
     "tried": (None, handout_table),
@@ -106,7 +98,7 @@ def of_one(name: str, report: dict, link: str) -> str:
     text = body if isinstance(body, str) else markdown(body)
     if sentence is None:
         return text
-    about = sentence.format(**report, link=link, file=Path(link).name)
+    about = sentence.format(**report, link=link)
     return f"{about}\n\n{text}"
 
 
@@ -151,24 +143,8 @@ def speed_cells(engine: dict) -> list[str]:
     return [speed, ratio, f"{engine['startup_seconds']:,.0f} s"]
 
 
-def settings(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: the same comparison with another dtype, instruction set, or company."""
-    rows = [["", "nanovllm: tokens/s", "beside transformers", "beside vLLM"]]
-    for report, link in zip(reports, links):
-        name = MODELS.get(report["model"], report["model"])
-        parts = [f"[{name}]({link})", report["dtype"], report["cpu_capability"]]
-        if report["busy"]:
-            parts.append(f"beside {report['busy']} endless loop")
-        cells = [", ".join(parts), speed_cells(report["engines"]["nanovllm"])[0]]
-        for engine in ("hf", "vllm"):
-            cells.append(speed_cells(report["engines"].get(engine, {"error": "not run"}))[1])
-        rows.append(cells)
-    return markdown(rows)
-
-
 OF_SEVERAL = {
     "speed": speed,
-    "settings": settings,
 }
 
 
