@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 FIGURES = TUTORIALS / "figures"
 WORDS = {  # of a first reading: outside code, tables and second readings
-    **{"00_overview": 1220, "01_ladder": 1950, "02_blocks": 2100, "03_scheduler": 1500},
+    **{"00_overview": 1220, "01_ladder": 2300, "02_blocks": 2100, "03_scheduler": 1500},
     **{"04_preemption": 1450, "05_model": 1900, "06_attention": 1550, "07_step": 1200},
     **{"08_sampler": 1650, "09_engine": 1600, "10_kernels": 1800, "11_graphs": 1400},
     **{"12_performance": 1550, "13_samples": 1200, "14_simulator": 1350, "15_believe": 950},
