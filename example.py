@@ -4,9 +4,11 @@ Without an argument it runs the embedded model. With one, a Hugging Face hub id 
 example `python example.py Qwen/Qwen3-0.6B`.
 """
 
+import argparse
 import sys
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EMBEDDED_MODEL
 
 PHONE_BOOK = """phone book:
 Anna 4711
@@ -29,7 +31,12 @@ QUESTIONS = [
 
 def main():
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    llm = LLM(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("model", nargs="?", default=EMBEDDED_MODEL, help="hub id or directory")
+    try:
+        llm = LLM(parser.parse_args().model)
+    except (ValueError, OSError) as error:
+        sys.exit(f"example.py: {error}")
     exact = SamplingParams(temperature=0, max_tokens=256)
     free = SamplingParams(temperature=0.6, max_tokens=256, seed=0)
     params = [

@@ -110,7 +110,7 @@ class ModelRunner:
     def _num_blocks_that_fit(self, config: Config) -> int:
         available = int(config.kv_cache_gib * 2**30) - self.shape.state_bytes
         if self.device.type == "cuda":
-            from nanovllm.device.memory import memory_left  # chapter 11
+            from nanovllm.device.memory import memory_left  # chapter 12
 
             available = memory_left(self, config)
         return config.num_blocks_in(available, self.shape.block_bytes, self.limits)

@@ -47,30 +47,6 @@ def store_kv_kernel(
         tl.store(v_cache + slot * WIDTH + i, value, mask=is_number)
 
 
-@triton.jit
-def one_query_kernel(out, query, keys, values, num_keys, KEYS: tl.constexpr, DIM: tl.constexpr):
-    """One program: attention of one query to `num_keys` keys, KEYS at a time."""
-    dim = tl.arange(0, DIM)
-    q = tl.load(query + dim)
-    maximum = float("-inf")
-    total = 0.0
-    result = tl.zeros([DIM], tl.float32)
-    for begin in range(0, num_keys, KEYS):
-        key = begin + tl.arange(0, KEYS)
-        is_key = key < num_keys
-        at = key[:, None] * DIM + dim
-        k = tl.load(keys + at, mask=is_key[:, None], other=0.0)
-        scores = tl.where(is_key, tl.sum(k * q, 1), float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
-        shrink = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum)
-        v = tl.load(values + at, mask=is_key[:, None], other=0.0)
-        total = total * shrink + tl.sum(weights, 0)
-        result = result * shrink + tl.sum(weights[:, None] * v, 0)
-        maximum = new_maximum
-    tl.store(out + dim, result / total)
-
-
 class Load(NamedTuple):
     """What one program has read with one tl.load."""
 

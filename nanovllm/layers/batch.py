@@ -1,6 +1,6 @@
 """Batch: what attention reads about a step, on every backend."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class Batch:
     cu_seqlens_q: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
     cu_blocks: Tensor  # [B + 1] int32: the block table of sequence b is ...
-    state_slots: Tensor | None = field(default=None, kw_only=True)  # [B] int64, see topics/hybrid
     block_tables: Tensor  # [all blocks] int32: ... block_tables[cu_blocks[b] : cu_blocks[b + 1]]
     num_decodes: int = 0  # the first sequences have one query each; others may, too
     layout: object = None  # what the backend's `layout` made of all this, before the model runs
+    state_slots: Tensor | None = None  # [B] int64, see topics/hybrid

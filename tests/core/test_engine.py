@@ -91,7 +91,7 @@ def test_greedy_tokens_equal_transformers(checkpoints, family, tokens, num_block
     for _ in range(2):  # the second time most prompts are in the cache, some of them wholly
         assert token_ids(engine.generate(prompts, greedy_params(), use_tqdm=False)) == expected
     stats = engine.stats()
-    assert (stats["preemptions"] >= 5) == (num_blocks == 13 or num_blocks == 40)
+    assert (stats["preemptions"] >= 5) == (num_blocks == 13)
     assert (stats["prefix_cache_hit_tokens"] > 0) == caching
     check_blocks(engine.block_manager, [])
     assert stats["kv_blocks_used"] == 0 and stats["kv_blocks_used_peak"] <= num_blocks

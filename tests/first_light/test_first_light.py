@@ -60,6 +60,7 @@ def test_a_part_works_on_a_gpu(name):
 
 def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeypatch, capsys):
     """The others run. A wrong answer is a failure, and so is the end of a process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = {"torch": {"error": "wrong answers"}, "triton": {"error": "exit status -11"}}
     monkeypatch.setattr(first_light, "part_in_process", lambda name, *_: results.get(name, {}))
     file = tmp_path / "light.json"
@@ -68,6 +69,13 @@ def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeyp
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 1 and lines[1].startswith("torch    failed: ")
     assert "attention_backend='torch'" in lines[4] and json.loads(file.read_bytes())["speed"] == {}
+
+
+def test_without_a_gpu_nothing_is_tried_and_nothing_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU here: nothing to try"):
+        first_light.run(first_light.Namespace(file=tmp_path / "light.json", small=False))
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_process_that_fails():

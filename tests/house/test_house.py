@@ -25,8 +25,8 @@ NO_TORCH = (
 )
 
 IN_THE_ROOT = {
-    *".ci .github .gitignore AGENTS.md CHANGELOG.md CONTRIBUTING.md LICENSE README.md".split(),
-    *"bench.py conftest.py example.py nanovllm pyproject.toml scripts tests tutorials".split(),
+    *".ci .github .gitignore AGENTS.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE".split(),
+    *"README.md bench.py conftest.py example.py nanovllm pyproject.toml scripts tests tutorials".split(),
 }
 
 

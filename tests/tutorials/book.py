@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 FIGURES = TUTORIALS / "figures"
 WORDS = {  # of a first reading: outside code, tables and second readings
-    **{"00_overview": 1200, "01_ladder": 2300, "02_blocks": 2200, "03_scheduler": 2100},
-    **{"04_preemption": 1700, "05_model": 2600, "06_attention": 1900, "07_step": 1500},
-    **{"08_sampler": 1900, "09_engine": 2200, "10_kernels": 2200, "11_graphs": 2500},
-    **{"12_performance": 1500, "13_samples": 1300, "14_simulator": 1900, "15_believe": 1300},
-    **{"16_policies": 2400, "17_serving": 2200, "18_parallel": 2400, "19_replicas": 2300},
-    **{"20_vattention": 2000, "21_quantization": 1830, "22_speculative": 1300},
-    **{"23_hybrid": 1800},
+    **{"00_overview": 1220, "01_ladder": 2300, "02_blocks": 2100, "03_scheduler": 1500},
+    **{"04_preemption": 1450, "05_model": 1900, "06_attention": 1550, "07_step": 1200},
+    **{"08_sampler": 1650, "09_engine": 1600, "10_kernels": 1800, "11_graphs": 1400},
+    **{"12_performance": 1550, "13_samples": 1200, "14_simulator": 1350, "15_believe": 950},
+    **{"16_policies": 1550, "17_serving": 1450, "18_parallel": 1550, "19_replicas": 1350},
+    **{"20_vattention": 1120, "21_quantization": 1550, "22_speculative": 1150},
+    **{"23_hybrid": 1400},
 }
 CHAPTERS = sorted(TUTORIALS.glob("[0-9]*.md"))
 SOLUTION = re.compile(r"^```python \(solution (\d\d\.\d)\)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)

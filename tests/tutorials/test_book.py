@@ -31,10 +31,9 @@ def test_a_first_reading_has_as_many_words_as_the_table_allows(chapter):
     assert words <= WORDS[chapter.stem], f"{words} words"
 
 
-def test_part_one_is_complete_and_short():
+def test_the_book_is_complete_and_short():
     assert [chapter.stem for chapter in CHAPTERS] == sorted(WORDS)
-    part_one = [chapter for chapter in CHAPTERS if chapter.stem < "14"]
-    assert sum(num_words(chapter.read_text(encoding="utf-8")) for chapter in part_one) <= 25_500
+    assert sum(num_words(chapter.read_text(encoding="utf-8")) for chapter in CHAPTERS) <= 35_000
 
 
 @each_chapter
@@ -140,6 +139,26 @@ def test_results_say_where_they_come_from():
         result = json.loads(path.read_bytes())
         assert {"command", "commit", "device", "python"} <= result.keys(), path.name
         assert not result["commit"].endswith("-dirty"), path.name
+
+
+def test_what_has_run_where_is_what_the_files_say():
+    """README's table: a cell links to a result of its commit, and each commit with a result of a GPU is
+    in the column of this GPU."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("### What has run where\n")[2].partition("\n## ")[0]
+    table = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    reports = {path: json.loads(path.read_bytes()) for path in TUTORIALS.glob("results/**/*.json")}
+    reports = {path: report for path, report in reports.items() if "commit" in report}
+    for head, _, *cells in [*zip(*table)][1:]:
+        links = [re.search(r"\[(\w+)\]\((.*)\)", cell) for cell in cells]
+        shown = {(link[1], link[2]) for link in links if link}
+        others = {cell.strip() for cell, link in zip(cells, links) if not link}
+        assert others <= {"never", "tests only"}
+        for commit, target in shown:
+            found = [r for path, r in reports.items() if str(path).startswith(str(ROOT / target))]
+            assert any(report["commit"].startswith(commit) for report in found), target
+        ran = {r["commit"][:7] for r in reports.values() if f" {head.strip()}" in r["device"]}
+        assert ran <= {commit for commit, _ in shown}, head
 
 
 # --- links ---

@@ -9,7 +9,7 @@ A difference is *clear* if it is more than twice the range of what was measured:
 in the single turns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean, median
 
@@ -17,7 +17,7 @@ from nanovllm import Job, Run
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure.cases import SWAP, Case, Options, chats, documents, jobs_of, plain
-from tutorials.report import markdown, percentile
+from tutorials.report import percentile
 from tutorials.simulation.metrics import between_tokens, latency, ttft
 from tutorials.simulation.policies import (
     EarliestDeadline,
@@ -170,68 +170,5 @@ def errors(row: dict, key: str) -> list[float]:
     ]
 
 
-def noise(runs: Sequence[dict], key: str) -> float | None:
-    """How far a real run is from the median of the others, as a mean of |relative error|."""
-    values = [run[key] for run in runs]
-    if len(values) < 2:
-        return None
-    others = [median(values[:i] + values[i + 1 :]) for i in range(len(values))]
-    return mean(abs(value / other - 1) for value, other in zip(values, others))
-
-
-def totals(rows: dict[str, dict]) -> dict:
-    """Over all pairs, for each measure: how many differences are clear, how many of them have the
-    right sign, the largest one with the wrong sign; mean signed and mean absolute error, and the
-    noise of reality."""
-    found = {}
-    for key in KEYS:
-        verdicts = [judged(row, key) for row in rows.values()]
-        clear = [one for one in verdicts if one["is_clear"]]
-        wrong = [abs(one["real"]) for one in verdicts if not one["agrees"]]
-        off = [error for row in rows.values() for error in errors(row, key)]
-        noises = [
-            n
-            for row in rows.values()
-            for runs in row["real"]
-            if (n := noise(runs, key)) is not None
-        ]
-        found[key] = {
-            "clear": len(clear),
-            "clear_and_right": sum(one["agrees"] for one in clear),
-            "largest_wrong": max(wrong, default=0.0),
-            "signed_error": mean(off),
-            "absolute_error": mean(map(abs, off)),
-            "noise": mean(noises),
-        }
-    return found
-
-
 def jobs_of_pair(pair: Pair, machine: Machine, seconds: float) -> list[Job]:
     return jobs_of(pair.cases[0], machine, seconds)
-
-
-# --- table ---
-
-
-def table(rows: dict[str, dict]) -> str:
-    """Markdown: for each pair and measure the difference, real and simulated. A star stands at a
-    clear one, an exclamation mark at a wrong sign."""
-    lines = [["the other policy", *KEYS]]
-    for name, row in rows.items():
-        lines.append([name, *(cell(judged(row, key)) for key in KEYS)])
-    summary = totals(rows)
-    for label, write in (
-        ("clear, of which right", "{clear}, {clear_and_right}"),
-        ("largest with a wrong sign", "{largest_wrong:.0%}"),
-        ("signed error, mean", "{signed_error:+.1%}"),
-        ("error, mean", "{absolute_error:.1%}"),
-        ("between real runs", "{noise:.1%}"),
-    ):
-        lines.append([label, *(write.format(**summary[key]) for key in KEYS)])
-    return markdown(lines)
-
-
-def cell(verdict: dict) -> str:
-    star = "*" if verdict["is_clear"] else ""
-    mark = "" if verdict["agrees"] else " !"
-    return f"{verdict['real']:+.0%}{star}, {verdict['simulated']:+.0%}{mark}"

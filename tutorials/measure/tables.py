@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapters 12, 15 and 21 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix, chapter 21 and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -16,15 +16,12 @@ from statistics import median
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
-from tutorials.measure import pairs
-from tutorials.report import conditions, engines_table, markdown, rounds_text, rows_of, spread
+from tutorials.report import markdown, rounds_text, spread
 
 RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "appendix.md",
-    ROOT / "tutorials" / "12_performance.md",
-    ROOT / "tutorials" / "15_believe.md",
     ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
@@ -41,14 +38,6 @@ ENGINES = {
     "hf-cb": "transformers {}, continuous batching",
 }
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
-TIMES = {
-    "seconds": "total time",
-    "ttft_p50": "TTFT p50",
-    "ttft_p99": "TTFT p99",
-    "tpot_p50": "TPOT p50",
-    "tpot_p99": "TPOT p99",
-    "all": "all but the total time",
-}
 FORMS = {
     "nanovllm": "nanovllm",
     "nanovllm-int8": "int8",
@@ -58,29 +47,13 @@ FORMS = {
 }
 
 
-def printed(report: dict) -> str:
-    """What bench.py prints."""
-    return f"```text\n{conditions(report)}\n\n{engines_table(report)}\n```"
-
-
 Rows = list[list[str]]
-
-
-def errors(report: dict) -> Rows:
-    """How far the simulator is from real runs, over all loads."""
-    found = {name: report["totals"][key] for key, name in TIMES.items()}
-    columns = [("signed_error", "+.1%")]
-    columns += [(key, ".1%") for key in ("mean_error", "worst_error", "mean_noise")]
-    return rows_of("|error with its sign|error|the largest|between real runs", columns, found)
 
 
 # --- of one file: a sentence, if there is one, and what the experiment itself prints ---
 
 NUMBERS = "([all numbers]({link}))"
 HERE = "{device}, commit {commit} " + NUMBERS
-FILE = "[{file}]({link}), commit {commit}:"
-SIGNS = "Measured, simulated; a star: clear; an exclamation mark: the wrong sign."
-LOADS = "{device}, commit {commit}; {num_loads} loads, each {repeat} times in reality " + NUMBERS
 
 
 def quality(report: dict) -> Rows:
@@ -113,9 +86,6 @@ def speeds_of_forms(report: dict) -> Rows:
 
 
 TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
-    "engines": (FILE, printed),
-    "error": (f"Embedded model in float32, {LOADS}:", errors),
-    "policy_pairs": (f"{HERE}. {SIGNS}", lambda report: pairs.table(report["pairs"])),
     "quality": (f"{HERE}:", quality),
     "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", speeds_of_forms),
     "tried": (None, handout_table),
@@ -128,23 +98,15 @@ def of_one(name: str, report: dict, link: str) -> str:
     text = body if isinstance(body, str) else markdown(body)
     if sentence is None:
         return text
-    about = sentence.format(**report, **facts(report), link=link, file=Path(link).name)
+    about = sentence.format(**report, link=link)
     return f"{about}\n\n{text}"
-
-
-def facts(report: dict) -> dict:
-    """What sentences say that is no field of a file."""
-    return {
-        "processor": report["device"].partition(",")[0],
-        "num_loads": len(report.get("workloads", ())),
-    }
 
 
 # --- of several files ---
 
 
 def speed(reports: list[dict], links: list[str]) -> str:
-    """For README: what was run, and a line for each engine, the fastest on the first model
+    """For README: what was run, and a line for each engine, the fastest on the last model
     above."""
     names = [MODELS.get(report["model"], report["model"]) for report in reports]
     lines = []
@@ -158,9 +120,9 @@ def speed(reports: list[dict], links: list[str]) -> str:
     for name in names:
         header += [f"{name}: tokens/s", "nanovllm[cpu] against this row", "ready after"]
     rows = [header]
-    first = reports[0]["engines"]
-    for engine in sorted(first, key=lambda name: -first[name].get("output_tokens_per_second", 0)):
-        cells = [ENGINES[engine].format(first[engine].get("version", ""))]
+    last = reports[-1]["engines"]
+    for engine in sorted(last, key=lambda name: -last[name].get("output_tokens_per_second", 0)):
+        cells = [ENGINES[engine].format(last[engine].get("version", ""))]
         for report in reports:
             cells += speed_cells(report["engines"].get(engine, {"error": "not run"}))
         rows.append(cells)
@@ -181,24 +143,8 @@ def speed_cells(engine: dict) -> list[str]:
     return [speed, ratio, f"{engine['startup_seconds']:,.0f} s"]
 
 
-def settings(reports: list[dict], links: list[str]) -> str:
-    """For chapter 12: the same comparison with another dtype, instruction set, or company."""
-    rows = [["", "nanovllm: tokens/s", "beside transformers", "beside vLLM"]]
-    for report, link in zip(reports, links):
-        name = MODELS.get(report["model"], report["model"])
-        parts = [f"[{name}]({link})", report["dtype"], report["cpu_capability"]]
-        if report["busy"]:
-            parts.append(f"beside {report['busy']} endless loop")
-        cells = [", ".join(parts), speed_cells(report["engines"]["nanovllm"])[0]]
-        for engine in ("hf", "vllm"):
-            cells.append(speed_cells(report["engines"].get(engine, {"error": "not run"}))[1])
-        rows.append(cells)
-    return markdown(rows)
-
-
 OF_SEVERAL = {
     "speed": speed,
-    "settings": settings,
 }
 
 

@@ -253,6 +253,10 @@ def part_in_process(name: str, is_small: bool, shape: str = "dense") -> dict[str
 
 def run(args: Namespace) -> None:
     """Runs all parts, unless there is no GPU. The exit status is 1 if one has failed."""
+    import torch
+
+    if not (args.small or torch.cuda.is_available()):
+        sys.exit("no GPU here: nothing to try")
     if args.small:
         os.environ["TRITON_INTERPRET"] = "1"
     report: dict[str, dict] = {}
