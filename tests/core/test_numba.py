@@ -92,6 +92,7 @@ print(sum("vfmadd" in line and "%zmm" in line for line in code.splitlines()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor's registers")
 def test_kernels_have_512_bits_where_the_clock_stays(tmp_path):
     """The 12 sums of a tile, as they are compiled for a processor of Intel's with VNNI."""

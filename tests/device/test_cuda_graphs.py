@@ -184,7 +184,7 @@ def of_sequence(step: StepInputs, b: int) -> tuple:
     return tokens, slots, int(step.batch.context_lens[b]), int(step.batch.cu_blocks[b])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def path(request, tmp_path_factory):
     model = new_model(request.param, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
     return save(model, tmp_path_factory.mktemp("qwen3"))

@@ -198,7 +198,7 @@ def test_a_field_that_is_null_means_nothing(server, path):
         assert answer == expected
 
 
-@pytest.mark.slow(but_every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_a_megabyte_in_a_field_is_not_in_the_message(server, path):
     long = "x" * 2**17

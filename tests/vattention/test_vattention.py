@@ -353,6 +353,7 @@ def test_kernels_of_a_gpu_take_a_row_for_a_block(num_rows, block_size, monkeypat
     check(MIXTURE, 4, 2, 20, num_rows, vattention.on_gpu(), **options)
 
 
+@pytest.mark.slow
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
     batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
     batch = virtual(batch, num_rows=4)
