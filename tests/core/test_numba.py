@@ -54,7 +54,8 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
         assert torch.equal(out[0], together[b])
 
 
-@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("num_threads", [5, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_in_tiles(monkeypatch, dtype, num_threads):
     """Right for any numbers of rows and outputs, and a row is the same in any company, to the last bit."""

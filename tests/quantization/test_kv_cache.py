@@ -19,7 +19,7 @@ from nanovllm.topics.quantization.kv_cache import Int8Cache
 from tutorials.measure.batches import random_batch
 
 HAS_TRITON = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=4)])
+TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=9)])
 NUMBA = pytest.param("numba", marks=pytest.mark.cpu)
 BACKENDS = ["torch", NUMBA, TRITON]
 MIXTURE = [(1, 9), (1, 70), (1, 1), (5, 5), (3, 20), (17, 40)]
