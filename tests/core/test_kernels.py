@@ -43,7 +43,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.slow(but_every=31)
+@pytest.mark.slow(but_every=27)
 @pytest.mark.parametrize("share", [1, 3, 8, 40])
 @pytest.mark.parametrize("part", [1, 16, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
