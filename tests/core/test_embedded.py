@@ -59,7 +59,7 @@ def test_it_runs_in_fp32_on_a_cpu(llm):
     assert llm.runner.device.type == "cuda" or llm.runner.dtype == torch.float32
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("task", CHECKED)
 def test_its_answers_are_right(llm, task):
     """Looser than the model card, because this asks only 40 questions: a wrong block table costs far more."""
