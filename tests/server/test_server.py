@@ -512,18 +512,6 @@ def test_logprobs_of_a_chat(server, top):
     assert [one["logprob"] for one in streamed["logprobs"]] == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_n_answers_are_streamed(server):
-    body = {**CHAT, "n": 4, "seed": 1, "temperature": 2, "max_tokens": 12}
-    whole = server.post(CHATS, body)
-    events = server.events(CHATS, body)
-    choices = chat_joined(events)
-    for choice in whole["choices"]:
-        streamed = choices[choice["index"]]
-        assert streamed["content"] == choice["message"]["content"]
-        assert streamed["finish_reason"] == choice["finish_reason"]
-    assert sum(len(event["choices"]) for event in events) == whole["usage"]["completion_tokens"]
-
-
 ANYWAY = {
     "audio": None, "prediction": None, "verbosity": None, "reasoning_effort": None, "anything": None,
     "n": 1, "use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "functions": [],
