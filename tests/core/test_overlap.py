@@ -201,7 +201,7 @@ def logprobs(output) -> list[float]:
     return [value for entry in entries for value in entry.values()]
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=9)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "options",

@@ -262,8 +262,8 @@ TOOLS = [
 ]
 
 
-@pytest.mark.slow(but_every=5)
-@pytest.mark.parametrize("model", [*TEMPLATES, ""])
+@pytest.mark.slow(but_every=9)
+@pytest.mark.parametrize("model", ["", *TEMPLATES])
 def test_the_official_client_runs_tools_in_the_models_own_form(openai, model):
     """The model has random answers: the form holds them, and its template takes the calls back."""
     needs("llguidance")
