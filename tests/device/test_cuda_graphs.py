@@ -346,8 +346,8 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-@pytest.mark.slow(but_every=2)
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("eager", [True, False])
 def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, eager):
     """No cycle keeps the KV cache, so that the next engine has room."""
     llm = LLM(

@@ -154,6 +154,7 @@ def alone(path):
     return [tokens(LLM(path, **PLAIN), [a], [b])[0] for a, b in zip(PROMPTS, PARAMS)]
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("backend", ["torch", NUMBA])
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 2}])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
