@@ -61,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # Windows drops an empty one
     if not is_worker(config):  # a worker is told
         rooms.choose(config)
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadfile"  # what a module shares is made by one worker, and once
+    if getattr(config.option, "numprocesses", None):
+        return  # the workers run the tests
     import torch  # only now: it reads the variables of the machine
 
     if not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 Run: pytest tests/core/test_attention.py [-k padding]
 """
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ def test_groups_have_every_row_once_and_little_padding(contexts, most_keys):
         assert keys + padding <= most_keys or len(group) == 1
 
 
+@pytest.mark.slow
 def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
     """No operation, nor one inside another, may allocate anything of the size of the cache."""
     batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)

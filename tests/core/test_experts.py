@@ -87,7 +87,7 @@ def check_near(found, exact) -> None:
     assert ((found.cpu() - exact).norm(dim=1) / exact.norm(dim=1)).max() < most
 
 
-@pytest.mark.slow(but_every=9)
+@pytest.mark.slow(but_every=13)
 @pytest.mark.parametrize("num_rows, num_experts, top", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @backends()
@@ -108,7 +108,7 @@ def test_a_grouped_product(backend, dtype, num_rows, num_experts, top):
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-@pytest.mark.slow(but_every=12)
+@pytest.mark.slow(but_every=15)
 @pytest.mark.parametrize("num_rows, num_experts, top", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])

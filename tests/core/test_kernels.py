@@ -43,8 +43,8 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.slow(but_every=7)
-@pytest.mark.parametrize("share", [1, 3, 8, 40])
+@pytest.mark.slow(but_every=23)
+@pytest.mark.parametrize("share", [40, 3, 8, 1])
 @pytest.mark.parametrize("part", [1, 16, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sequences", MIXTURES)
@@ -80,6 +80,7 @@ def test_padding_rows_do_nothing(monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_places_that_take_more_than_32_bits(monkeypatch):
     """Blocks at the end of a large cache give what the same ones give at the beginning."""
     if DEVICE == "cuda" and torch.cuda.mem_get_info()[0] < 2**34:  # on a CPU, only addresses
@@ -114,7 +115,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.slow(but_every=14)
+@pytest.mark.slow(but_every=15)
 @pytest.mark.filterwarnings("ignore:invalid:RuntimeWarning")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(

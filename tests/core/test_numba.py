@@ -54,7 +54,8 @@ def test_a_decode_is_the_same_in_any_company_on_any_number_of_threads(monkeypatc
         assert torch.equal(out[0], together[b])
 
 
-@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("num_threads", [5, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_in_tiles(monkeypatch, dtype, num_threads):
     """Right for any numbers of rows and outputs, and a row is the same in any company, to the last bit."""
@@ -92,6 +93,7 @@ print(sum("vfmadd" in line and "%zmm" in line for line in code.splitlines()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor's registers")
 def test_kernels_have_512_bits_where_the_clock_stays(tmp_path):
     """The 12 sums of a tile, as they are compiled for a processor of Intel's with VNNI."""

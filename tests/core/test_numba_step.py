@@ -45,8 +45,8 @@ def on_threads(monkeypatch, num_threads: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
 
-@pytest.mark.slow(but_every=7)
-@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.slow(but_every=14)
+@pytest.mark.parametrize("num_threads", [5, 1])
 @pytest.mark.parametrize("family, options", FORMS)
 def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, options, num_threads):
     """To the last bit, but where oneDNN or PyTorch multiplies: they add in another order."""

@@ -201,7 +201,7 @@ def logprobs(output) -> list[float]:
     return [value for entry in entries for value in entry.values()]
 
 
-@pytest.mark.slow(but_every=4)
+@pytest.mark.slow(but_every=9)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "options",
@@ -272,9 +272,7 @@ def test_what_was_in_flight_when_all_were_aborted_is_dropped(is_settled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "folder",
-    ["core/test_[cefpr]*.py", "swapping", "processing"],
-)
-def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight(folder):
-    check_with({"overlap": True}, [folder if "." in folder else f"{folder}/test_*.py"])
+def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight():
+    names = ["ctrl", "en", "f", "po", "rec"]
+    patterns = [f"core/test_{name}*.py" for name in names] + ["swapping/*.py", "processing/*.py"]
+    check_with({"overlap": True}, patterns)

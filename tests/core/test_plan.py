@@ -41,7 +41,7 @@ def share_of(kv_heads):
     return triton_plan.PROGRAMS * MULTIPROCESSORS // kv_heads
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("share", [1, 2, 7, 66, 528])
 @pytest.mark.parametrize("seed", range(4))
 def test_each_part_of_each_tile_has_one_program(share, seed, monkeypatch):
@@ -107,7 +107,7 @@ def keys_of(contexts: list[int], kv_heads: int, monkeypatch) -> list[int]:
     return keys
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=5)
 @pytest.mark.parametrize("num, short", [(16, 600), (64, 300), (64, 600), (256, 300)])
 @pytest.mark.parametrize("longest", [4096, 16_384, 32_768])
 def test_one_long_context_is_balanced(num, short, longest, monkeypatch):
@@ -118,7 +118,7 @@ def test_one_long_context_is_balanced(num, short, longest, monkeypatch):
     assert seconds(keys, 8) <= 1.02 * floor(keys, 8)
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but_every=4)
 @pytest.mark.parametrize("kv_heads", [2, 8, 1, 32])
 def test_any_mixture_is_balanced(kv_heads, monkeypatch):
     """A part has at most 2,048 keys, or a program reads it in less time than the memory needs for all keys."""
@@ -152,7 +152,7 @@ def test_a_short_chunk_behind_a_long_context(monkeypatch):
     assert {item[3] for item in plan} == {0, 1}
 
 
-@pytest.mark.slow(but_every=7)
+@pytest.mark.slow(but_every=29)
 @pytest.mark.parametrize("longest", [1, 3, 12, 40, 40_960])
 @pytest.mark.parametrize("heads", [1, 2, 7, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -59,7 +59,7 @@ def check(output, expected, length_penalty=1.0):
         assert o.finish_reason == ("stop" if tokens[-1] in EOS else "length")
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("width", [1, 2, 4, 6])
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def expected():
     ids=str,
 )
 @pytest.mark.parametrize("right", [None, 1.0, 0.7, 0.0])
-@pytest.mark.slow(but_every=7)
+@pytest.mark.slow(but_every=12)
 def test_the_same_tokens_whatever_is_proposed(expected, options, right):
     llm = new_llm(speculative_config={"prompt_lookup_min": 1}, **options)
     if right is not None:

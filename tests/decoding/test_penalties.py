@@ -65,9 +65,8 @@ def counted(options: dict, prompt: list[int], ids, scores):
     return scores
 
 
-@torch.inference_mode()
-def expected_tokens(model, prompt: list[int], options: dict) -> list[int]:
-    """The likeliest token by transformers' model and processors, again and again."""
+def steps_of(prompt: list[int], options: dict) -> LogitsProcessorList:
+    """What transformers does to the logits."""
     steps = LogitsProcessorList()
     if "min_tokens" in options:
         shortest = options["min_tokens"]
@@ -78,13 +77,20 @@ def expected_tokens(model, prompt: list[int], options: dict) -> list[int]:
     if "repetition_penalty" in options:
         steps.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
     steps.append(partial(counted, options, prompt))
-    ids = torch.tensor([prompt])
-    while ids.shape[1] < len(prompt) + MAX_TOKENS:
-        scores = steps(ids, model(ids).logits[:, -1])
-        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
-        if ids[0, -1] == STOP:
-            break
-    return ids[0, len(prompt) :].tolist()
+    return steps
+
+
+@torch.inference_mode()
+def expected_tokens(model, prompt: list[int]) -> list[list[int]]:
+    """With each of the options, the likeliest token by transformers' model and processors, again and again."""
+    all_steps = [steps_of(prompt, options) for options in OPTIONS]
+    ids = torch.tensor([prompt] * len(OPTIONS))
+    for _ in range(MAX_TOKENS):
+        logits = model(ids).logits[:, -1:].unbind()
+        scores = [steps(ids[[i]], row) for i, (steps, row) in enumerate(zip(all_steps, logits))]
+        ids = torch.cat([ids, torch.cat(scores).argmax(-1, keepdim=True)], 1)
+    answers = ids[:, len(prompt) :].tolist()
+    return [answer[: [*answer, STOP].index(STOP) + 1] for answer in answers]
 
 
 @pytest.fixture
@@ -101,11 +107,11 @@ def requests(model):
     """(prompt, parameters, expected tokens), of all prompts with all options."""
     made = []
     for prompt in PROMPTS:
-        for options in OPTIONS:
+        for options, expected in zip(OPTIONS, expected_tokens(model, prompt)):
             params = SamplingParams(
                 temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=[STOP], **options
             )
-            made.append((prompt, params, expected_tokens(model, prompt, options)))
+            made.append((prompt, params, expected))
     return made
 
 

@@ -318,7 +318,7 @@ def test_a_mask_has_the_tokens_that_brute_force_finds(llm, source, fields):
         begins += [(*begin, i) for i in sorted(expected)[:4] if len(begins) < 60]
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 1e6}], ids=str
 )

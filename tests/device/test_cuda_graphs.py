@@ -184,7 +184,7 @@ def of_sequence(step: StepInputs, b: int) -> tuple:
     return tokens, slots, int(step.batch.context_lens[b]), int(step.batch.cu_blocks[b])
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def path(request, tmp_path_factory):
     model = new_model(request.param, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
     return save(model, tmp_path_factory.mktemp("qwen3"))
@@ -346,8 +346,8 @@ def test_the_trials_that_size_the_cache_of_a_gpu_run(
 
 
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
-@pytest.mark.slow(but_every=2)
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("eager", [True, False])
 def test_an_engine_that_is_gone_takes_its_memory_along(interpret_little, path, eager):
     """No cycle keeps the KV cache, so that the next engine has room."""
     llm = LLM(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,14 @@ import torch
 from nanovllm import LLM, SamplingParams
 
 torch.set_num_threads(1)  # with more, a step looks how many processors are free
-backend, *dtypes = sys.argv[1:]
+lines = set()
 loaded = []
-for dtype in dtypes:
-    llm = LLM(attention_backend=backend, dtype=dtype, num_blocks=50)
+
+
+def generate(llm):
     llm.generate("12 + 30 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     modules = [(name, module) for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
     loaded.append({name: module.__file__ for name, module in modules})
-
-lines = set()
-package = os.path.dirname(loaded[0]["nanovllm"])
 
 
 def trace(frame, event, arg):
@@ -45,17 +44,24 @@ def trace(frame, event, arg):
     return trace
 
 
+llm = LLM(attention_backend="torch", dtype="float32", num_blocks=50)
+generate(llm)
+package = os.path.dirname(loaded[0]["nanovllm"])
 sys.settrace(trace)
-llm.generate("12 + 30 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+generate(llm)
 sys.settrace(None)
+for dtype in sys.argv[1:]:
+    generate(LLM(attention_backend="numba", dtype=dtype, num_blocks=50))
 print(json.dumps({"loaded": loaded, "lines": sorted(lines)}))
 """
 
 
 @cache
-def prompt_alone(backend: str, *dtypes: str) -> dict:
-    """The modules that an engine and a greedy prompt load, in each dtype, and the lines that the last prompt runs."""
-    command = [sys.executable, "-c", CODE, backend, *dtypes]
+def prompt_alone() -> dict:
+    """The modules that an engine with PyTorch and a greedy prompt have loaded, the lines that a second prompt runs, and
+    the modules after a prompt with numba, in each dtype."""
+    dtypes = ["float32", "bfloat16"] if find_spec("numba") else []
+    command = [sys.executable, "-c", CODE, *dtypes]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -66,7 +72,7 @@ def topics(loaded: dict) -> set[str]:
 
 def test_a_greedy_prompt_loads_no_topic():
     """Nor a model family that is not that of the embedded model."""
-    (loaded,) = prompt_alone("torch", "float32")["loaded"]
+    loaded = prompt_alone()["loaded"][0]
     assert topics(loaded) == set()
     assert not [name for name in loaded if "experts" in name]
 
@@ -74,7 +80,7 @@ def test_a_greedy_prompt_loads_no_topic():
 def test_numba_loads_only_what_its_warm_up_needs():
     """In float32 nothing. In bfloat16 the warm-up has a penalty, which makes logits float32."""
     pytest.importorskip("numba")
-    first, second = prompt_alone("numba", "float32", "bfloat16")["loaded"]
+    *_, first, second = prompt_alone()["loaded"]
     assert topics(first) == set()
     decoding = {"", ".drafts", ".masks", ".penalties", ".rules", ".structured"}
     allowed = {f"nanovllm.topics.decoding{name}" for name in decoding}
@@ -83,8 +89,8 @@ def test_numba_loads_only_what_its_warm_up_needs():
 
 def test_a_greedy_prompt_loads_and_runs_few_lines():
     """Lines are counted without comments and docstrings. A user makes the SamplingParams: their file is not counted."""
-    found = prompt_alone("torch", "float32")
-    (loaded,) = found["loaded"]
+    found = prompt_alone()
+    loaded = found["loaded"][0]
     sizes = [size_of(Path(file).read_text(encoding="utf-8")) for file in loaded.values()]
     num_loaded = sum(size.lines for size in sizes)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

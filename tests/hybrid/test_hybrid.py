@@ -122,7 +122,9 @@ def test_random_configurations_equal_transformers(seed, family, tmp_path):
     assert len(llm.block_manager.free_slots) == llm.limits.max_num_seqs
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["torch", "numba", pytest.param("triton", marks=pytest.mark.slow)]
+)
 def test_a_row_in_company_is_the_same_as_alone(backend, model):
     """Mixed steps of decodes and chunks; in Triton's interpreter also steps that are recorded, with padding."""
     if backend == "triton" and PROBLEM is not None:
@@ -151,6 +153,7 @@ def test_a_wrong_kernel_is_found_before_the_first_request(model, monkeypatch):
         LLM(model[1], **options)
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize(
     "options, tolerance", [({"dtype": "bfloat16"}, 0.7), ({"kv_cache_dtype": "int8"}, 0.03)]
@@ -261,8 +264,8 @@ def test_scarce_memory_and_slots_that_are_used_again(overlap, model):
     sizes = {"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = LLM(path, **OPTIONS | sizes, overlap=overlap)
     llm.runner.kv_cache.states[1].fill_(torch.nan)
-    prompts = prompts_of(random.Random(9), 12, 40)
-    params = replace(GREEDY, max_tokens=30)
+    prompts = prompts_of(random.Random(9), 6, 40)
+    params = replace(GREEDY, max_tokens=24)
     llm.observers.append(lambda *_: check_slots(llm) if not overlap else None)
     check_answers(reference, llm, prompts, params)
     assert llm.scheduler.num_preemptions > 0

@@ -183,6 +183,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_codes(case, tmp_path):
@@ -205,6 +206,7 @@ def test_codes(case, tmp_path):
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
+@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("is_sharded, sizes", [(False, SIZES), (True, SIZES), (True, EXPERTS)])
 def test_fp8(is_sharded, sizes, tmp_path):
     """Scales of activations and caches, which are not needed, are not read."""
@@ -223,6 +225,7 @@ def test_fp8(is_sharded, sizes, tmp_path):
         check_near(llm, model, most)
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize(
     "family",
     [

@@ -19,7 +19,7 @@ from nanovllm.topics.quantization.kv_cache import Int8Cache
 from tutorials.measure.batches import random_batch
 
 HAS_TRITON = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
-TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=4)])
+TRITON = pytest.param("triton", marks=[HAS_TRITON, pytest.mark.slow(but_every=9)])
 NUMBA = pytest.param("numba", marks=pytest.mark.cpu)
 BACKENDS = ["torch", NUMBA, TRITON]
 MIXTURE = [(1, 9), (1, 70), (1, 1), (5, 5), (3, 20), (17, 40)]
@@ -154,6 +154,7 @@ def alone(path):
     return [tokens(LLM(path, **PLAIN), [a], [b])[0] for a, b in zip(PROMPTS, PARAMS)]
 
 
+@pytest.mark.slow(but_every=3)
 @pytest.mark.parametrize("backend", ["torch", NUMBA])
 @pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 2}])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -211,7 +211,7 @@ def test_a_cpu_that_adds_pairs_in_16_bits():
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and interpreter_problem() is not None, reason="no interpreter")
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("num_groups, group", [*WIDTHS, (9, 128), (1, 32), (1, 300)])
 @pytest.mark.parametrize("bits", [4, 8])

@@ -54,7 +54,7 @@ def check_near(logprobs, others, most):
 def test_the_model_is_near_the_plain_one(tied, form, most, tmp_path):
     """Also a head that is tied to the embedding, which stays as it is."""
     path = save(new_model(tie_word_embeddings=tied, **SIZES), tmp_path)
-    options = {"dtype": "float32", "num_blocks": 50}
+    options = {"dtype": "float32", "num_blocks": 50, "enforce_eager": True}
     llm = LLM(path, quantization=form, **options)
     check_near(first_logprobs(LLM(path, **options)), first_logprobs(llm), most)
     assert llm.runner.model.model.embed_tokens.weight.dtype == torch.float32
@@ -76,7 +76,8 @@ def test_experts_are_near_the_plain_ones(experts, form, most):
         )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow(but_every=2)
+@pytest.mark.parametrize("form", FORMS[::-1])
 def test_tokens_do_not_depend_on_the_company(path, form):
     """Nor on chunks, preemption and draft tokens."""
     prompts = [[3, 4, 5] * n for n in (1, 4, 9, 15)]
@@ -142,7 +143,7 @@ def test_layers_are_quantized_while_the_model_loads(path, form, monkeypatch):
 
     monkeypatch.setattr(loader, "new_model", new)
     monkeypatch.setattr(layers, "in_few_bits", noted)
-    llm = LLM(path, dtype="float32", quantization=form, num_blocks=20)
+    llm = LLM(path, dtype="float32", quantization=form, num_blocks=20, enforce_eager=True)
     assert counts == [1, 1, 2, 1] * 2 + [0]  # o_proj lies among the parts of qkv_proj
     assert llm.runner.weights_per_layer > 64 * 3 * 96  # which decides on the number of threads
 

@@ -139,13 +139,6 @@ def test_replicas_that_do_not_come_back_are_forgotten():
     assert {1000, 999} <= router.caches.keys()
 
 
-def test_a_long_load_needs_no_more_memory():
-    router = PrefixAffinity(BLOCK, num_blocks=50)
-    for i in range(2000):
-        router.choose(request(*range(i * 100, i * 100 + 90)), {"a": 0, "b": 0})
-    assert all(len(cache.prefixes) == 50 for cache in router.caches.values())
-
-
 class RealCache:
     """What a replica does with prompts that come one after the other, without answers."""
 

@@ -116,23 +116,6 @@ def test_options_of_a_file_are_words_of_the_command_line(tmp_path, monkeypatch, 
         assert word in refused(capsys, "serve", "--config", str(file))
 
 
-def test_values_have_the_types_of_their_fields():
-    words = (
-        "complete a --max-model-len 64 --kv-cache-gib 0.5 --dtype float32 --model x --ignore-eos"
-    )
-    words += " --no-enable-prefix-caching --enforce-eager --scheduler-cls test_cli:Own"
-    words += " --stop a --stop b --stop-token-ids 5 --stop-token-ids 6 --temperature 0 --seed 3"
-    args = cli.new_parser().parse_args(words.split())
-    assert commands.given(args, Config) == {
-        "model": "x", "max_model_len": 64, "kv_cache_gib": 0.5, "dtype": "float32", "enable_prefix_caching": False,
-        "enforce_eager": True, "scheduler_cls": Own, "seed": 3,
-    }  # fmt: skip
-    assert commands.given(args, SamplingParams) == {
-        "stop": ["a", "b"], "stop_token_ids": [5, 6], "temperature": 0.0, "seed": 3, "ignore_eos": True,
-    }  # fmt: skip
-    Config(**commands.given(args, Config)), SamplingParams(**commands.given(args, SamplingParams))
-
-
 @pytest.mark.parametrize("option", ["--api-key", "--served-model-name", "--allowed-origins"])
 def test_a_list_takes_one_value_and_leaves_the_model(option):
     args = cli.new_parser().parse_args(["serve", option, "one", option, "two", "org/model"])
@@ -339,23 +322,11 @@ def test_a_chat_knows_what_has_been_said_until_it_is_reset(parrot, monkeypatch, 
     assert int(num_cached) > 0 and int(num_first) == len(parrot.tokenizer.encode("first ☃")) + 1
 
 
-def test_what_a_model_thinks_is_shown(parrot, monkeypatch, capsys):
-    answers = chat(monkeypatch, capsys, ["<think>why</think>so", "/no_think again"])
-    assert answers[0].startswith("<think>why</think>so\n[")
-    assert answers[1].startswith("/no_think again\n")
-
-
 def test_ctrl_c_ends_an_answer_and_not_the_chat(parrot, monkeypatch, capsys):
     interrupt_at(monkeypatch, "two")
     answers = chat(monkeypatch, capsys, ["one two three four", "again"])
     assert answers[0] == "one two\n[stopped]" and answers[1].startswith("again\n[prompt")
     assert "assistant\none two<|im_end|>" in prompts_of(parrot)[-1]
-
-
-def test_options_reach_the_answer(parrot, monkeypatch, capsys):
-    options = ["--max-tokens", "2", "--ignore-eos"]
-    (answer, _) = chat(monkeypatch, capsys, ["one two three four"], *options)
-    assert answer.startswith("one two\n[") and "answer 2 tokens" in answer
 
 
 def test_a_question_that_is_refused_is_not_in_the_history(parrot, monkeypatch, capsys):

@@ -280,30 +280,6 @@ def test_frames_of_changes_make_the_picture(browser, server):
     assert browser.errors == []
 
 
-def test_the_hosts_blocks_have_the_letters_of_their_requests(browser, server):
-    frames = run_named("preemption_swap")["frames"]
-    frame = next(frame for frame in frames if frame["moves"]["out"])
-    server.last_frame = frame
-    browser.open(server.url)
-    browser.wait(IS_LIVE)
-    ((name, *_, blocks),) = frame["host_tables"]
-    letter = browser.value(f"view.owners.get('{name}').letter")
-    letters = browser.value("view.host.cells.map((cell) => cell.textContent)")
-    assert [*filter(None, letters)] == [letter] * len(blocks)
-    assert browser.text("#host-size") == f"{frame['host_blocks']} blocks of 4 tokens"
-    (source, target), *_ = frame["moves"]["out"]
-    place = frame["host_blocks"] - target
-    browser.hover(f"#host-blocks .cell:nth-child({place})")
-    words = browser.wait(
-        "view.$('words').textContent.startsWith('Host') && view.$('words').textContent"
-    )
-    assert f"Host block {target}: request {letter}" in words
-    assert f"swapped out from block {source} just now" in words
-    show_frame(browser, server, frame_of(["x"], [], host_blocks=0))
-    assert browser.value("view.$('host').hidden")
-    assert browser.errors == []
-
-
 ROWS = "[...document.querySelectorAll('.many summary')].map((e) => [...e.children].map((c) => c.textContent))"
 
 

@@ -198,7 +198,7 @@ def test_a_field_that_is_null_means_nothing(server, path):
         assert answer == expected
 
 
-@pytest.mark.slow(but_every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_a_megabyte_in_a_field_is_not_in_the_message(server, path):
     long = "x" * 2**17
@@ -510,18 +510,6 @@ def test_logprobs_of_a_chat(server, top):
     assert [one["token"] for one in streamed["logprobs"]] == [one["token"] for one in content]
     logprobs = [one["logprob"] for one in content]  # those of a cached prompt differ by rounding
     assert [one["logprob"] for one in streamed["logprobs"]] == pytest.approx(logprobs, abs=1e-4)
-
-
-def test_n_answers_are_streamed(server):
-    body = {**CHAT, "n": 4, "seed": 1, "temperature": 2, "max_tokens": 12}
-    whole = server.post(CHATS, body)
-    events = server.events(CHATS, body)
-    choices = chat_joined(events)
-    for choice in whole["choices"]:
-        streamed = choices[choice["index"]]
-        assert streamed["content"] == choice["message"]["content"]
-        assert streamed["finish_reason"] == choice["finish_reason"]
-    assert sum(len(event["choices"]) for event in events) == whole["usage"]["completion_tokens"]
 
 
 ANYWAY = {
