@@ -216,6 +216,7 @@ class LlamaCpp:
                 api.llama_model_quantize(f"{folder}/f16".encode(), bytes(path), byref(options))
             job.started += time.time() - begin
             options = api.llama_model_default_params()
+            options.use_extra_bufts = False  # its products with AMX end the process
             self.model = api.llama_model_load_from_file(bytes(path), options)
         options = api.llama_context_default_params()
         options.n_seq_max = len(job.requests)
