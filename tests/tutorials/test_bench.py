@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -334,6 +335,47 @@ def test_share_of_requests_with_the_same_tokens():
     theirs = result_of([1.0]) | {"runs": [run_of(1.0, [1], [9]), run_of(1.0, [3], [4])]}
     assert summary(theirs, ours, 2, is_greedy=True)["same_tokens"] == 0.75
     assert "same_tokens" not in summary(theirs, ours, 2, is_greedy=False)
+
+
+class EndedTurns:
+    """Ctrl-C comes in the third round."""
+
+    foreign_shares: ClassVar = [0.0]
+
+    def __init__(self, pythons):
+        self.facts = dict.fromkeys([*bench.FOLLOWED, "device_name", "cpu_capability"], "some")
+        self.result = result_of([]) | self.facts
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        """Ends nothing."""
+
+    def start(self, job):
+        return self.facts
+
+    def play(self, *args):
+        for seconds in (2.0, 4.0):
+            self.result["runs"].append(run_of(seconds, [1], ttft=seconds))
+            yield
+        raise KeyboardInterrupt
+
+    def results(self):
+        return {"nanovllm": self.result}
+
+
+def test_a_benchmark_that_is_ended_keeps_its_rounds(monkeypatch, tmp_path, capsys):
+    """Its last round is not observed."""
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(bench, "Turns", EndedTurns)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--cold", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    report = json.loads(file.read_bytes())
+    assert ended.value.code == 1 and report["rounds"] == 2
+    assert report["engines"]["nanovllm"]["seconds"] == [2, 4]
+    assert "2 rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
