@@ -78,7 +78,7 @@ def test_a_process_that_fails():
 def test_a_part_that_is_ended_keeps_what_it_has_found(monkeypatch, tmp_path):
     """A line of JSON for each batch. Other lines are not read."""
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho hello\necho \'{"1 sequences": 1}\'\nexec sleep 100\n')
+    program.write_text("#!/bin/sh\necho hello\necho '{\"1 sequences\": 1}'\nexec sleep 100\n")
     program.chmod(0o755)
     monkeypatch.setattr(first_light.sys, "executable", str(program))
     monkeypatch.setattr(first_light, "SECONDS", 0.3)

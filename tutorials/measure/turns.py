@@ -162,7 +162,9 @@ class Turns:
         self.check_ours()
         return worker.facts
 
-    def play(self, num_rounds: int, warm_up: int = WARM_UP, few: Sequence[int] = ()) -> Iterator[None]:
+    def play(
+        self, num_rounds: int, warm_up: int = WARM_UP, few: Sequence[int] = ()
+    ) -> Iterator[None]:
         """The rounds, some with only the first requests, and one more of ours, which is observed.
         Yields after each round that counts, and at the end."""
         num_rounds += warm_up

@@ -247,6 +247,7 @@ def part_in_process(name: str, is_small: bool, shape: str = "dense") -> Iterator
     facts: dict[str, Any] = {}
     with TemporaryFile("w+") as log, Popen(command, stdout=PIPE, stderr=log, text=True) as process:
         timer = Timer(SECONDS * (10 if is_small else 1), process.kill)
+        timer.daemon = True
         timer.start()
         for line in process.stdout or ():
             if line.startswith("{"):
