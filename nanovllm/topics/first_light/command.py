@@ -270,7 +270,8 @@ def run(args: Namespace) -> None:
     for name, part in PARTS.items():
         # at once: what is found is kept, and a file that cannot be written is told
         write(report, args.file)
-        for report[name] in part_in_process(name, args.small, args.shape):
+        for found in part_in_process(name, args.small, args.shape):
+            report[name] = found
             write(report, args.file)
         facts = {key: value for key, value in report[name].items() if key != "stderr"}
         state = "failed:" if "error" in facts else "works: "
