@@ -160,6 +160,7 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.numba_delta import decode  # chapter 23
+    from nanovllm.topics.hybrid.delta import delta_layer  # chapter 23
+    from nanovllm.topics.hybrid.numba_delta import decode
 
-    return decode(*inputs)
+    return delta_layer(decode, *inputs)

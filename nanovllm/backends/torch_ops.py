@@ -33,10 +33,9 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
         part.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
 
 
-def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
+def copy_blocks(kv_cache: KVCache, copies: Tensor) -> None:
     blocks = kv_cache.tensor
-    pairs = torch.tensor(copies, device=blocks.device)
-    sources, targets = pairs.unbind(1)
+    sources, targets = copies.unbind(1)
     blocks[:, :, targets] = blocks[:, :, sources]
 
 
@@ -128,6 +127,6 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.delta import decode  # chapter 23
+    from nanovllm.topics.hybrid.delta import decode, delta_layer  # chapter 23
 
-    return decode(*inputs)
+    return delta_layer(decode, *inputs)

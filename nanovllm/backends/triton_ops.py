@@ -213,6 +213,6 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.triton_delta import decode  # chapter 23
+    from nanovllm.topics.hybrid.triton_delta import delta_layer  # chapter 23
 
-    return decode(*inputs)
+    return delta_layer(*inputs)

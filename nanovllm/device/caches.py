@@ -12,6 +12,7 @@ from nanovllm.config import Config, Limits
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import DenseModel
+from nanovllm.step import move
 
 if TYPE_CHECKING:
     from nanovllm.topics.swapping.host_cache import HostCache
@@ -68,7 +69,12 @@ class Caches:
         if self.on_host is not None:
             self.on_host.swap_out(moves.swaps_out)
             self.on_host.swap_in(moves.swaps_in)
+        lists = {"state_copies": moves.state_copies, "copies": moves.copies}
+        tensors = {name: torch.tensor(pairs) for name, pairs in lists.items() if pairs}
+        if not tensors:
+            return
+        copies = move(tensors, self.on_device.tensor.device)  # the host does not wait
         if moves.state_copies:
-            self.on_device.copy_slots(moves.state_copies)
+            self.on_device.copy_slots(copies["state_copies"])
         if moves.copies:
-            ops.copy_blocks(self.on_device, moves.copies)
+            ops.copy_blocks(self.on_device, copies["copies"])

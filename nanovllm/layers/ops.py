@@ -45,11 +45,9 @@ class Ops(Protocol):
 
         The tests compare it with attention.paged_attention, the plain reference."""
 
-    def copy_blocks(self, kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from block, to block)] in all layers at once (paper, section 5.1).
-
-        No block is both.
-        """
+    def copy_blocks(self, kv_cache: KVCache, copies: Tensor) -> None:
+        """Copies blocks in all layers at once (paper, section 5.1). `copies` [n, 2], int64 on the
+        device, has the block that is copied and the one that is written. No block is both."""
 
     def add_and_norm(
         self,
@@ -100,8 +98,8 @@ class Ops(Protocol):
         below the other: the product is the grouped product."""
 
     def delta_rule(self, *inputs: Any) -> Tensor:
-        """One token of each sequence by the gated delta rule: takes and returns what decode in
-        topics/hybrid/delta.py does."""
+        """What a layer with states computes between its products: takes a GatedDeltaNet, and what
+        delta_layer in topics/hybrid/delta.py takes."""
 
 
 def try_out(ops: Ops, device: torch.device) -> None:

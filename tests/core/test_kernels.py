@@ -100,7 +100,8 @@ def test_places_that_take_more_than_32_bits(monkeypatch):
         outs = [triton_attention.paged_attention(q, batch, 0, 0.1) for batch in (near, far)]
         assert torch.equal(*outs) and not outs[0].isnan().any()
     for batch, start in ((near, 0), (far, first)):
-        triton_attention.copy_blocks(batch.kv_cache, [(start + 3, start + 5), (start + 2, 0)])
+        copies = torch.tensor([(start + 3, start + 5), (start + 2, 0)], device=DEVICE)
+        triton_attention.copy_blocks(batch.kv_cache, copies)
     assert torch.equal(*(cache[:, :, 1:].nan_to_num(99) for cache in caches))
     assert torch.equal(*(batch.kv_cache.tensor[:, :, 0].nan_to_num(99) for batch in (near, far)))
 
@@ -216,7 +217,11 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
         "rotate_and_store",
         "silu_and_mul",
         "cutoff",
+        "convolve",
+        "convolve_of_prompts",
         "delta",
+        "delta_of_prompts",
+        "gate",
         "weigh",
         "sample",
     }
