@@ -28,7 +28,7 @@ from nanovllm.layers.numba_kernels import (
 )
 from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_tiles import ARE_FASTEST, FEW, multiply
-from nanovllm.layers.ops import Norm, Pairs
+from nanovllm.layers.ops import Norm
 
 if TYPE_CHECKING:
     from nanovllm.backends.numba_graphs import NumbaStep
@@ -38,6 +38,8 @@ COMPILES_AT_FIRST_USE = True
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
 cache_shape = torch_ops.cache_shape
+choose_experts = torch_ops.choose_experts
+add_up = torch_ops.add_up
 
 
 class Layout(torch_attention.Layout):
@@ -143,8 +145,10 @@ def recorder(model: Any, kv_cache: KVCache, limits: Any) -> NumbaStep | None:
     return bind(model, kv_cache, limits.max_num_seqs)
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def grouped_product(*inputs: Any) -> Tensor:
     from nanovllm.layers.experts import each_expert  # chapter 05
+
+    x, matrices, pairs = inputs
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
         has_tiles = ARE_FASTEST or len(rows) <= FEW

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms, Pairs
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention  # of Ops
@@ -114,10 +114,22 @@ def recorder(model: nn.Module, kv_cache: KVCache, limits: Any) -> None:
     """None: attention reads lengths on the CPU."""
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def grouped_product(*inputs: Any) -> Tensor:
     from nanovllm.layers.experts import product  # chapter 05
 
-    return product(x, matrices, pairs)
+    return product(*inputs)
+
+
+def choose_experts(*inputs: Any) -> Any:
+    from nanovllm.layers.experts import choose  # chapter 05
+
+    return choose(*inputs)
+
+
+def add_up(*inputs: Any) -> Tensor:
+    from nanovllm.layers import experts  # chapter 05
+
+    return experts.add_up(*inputs)
 
 
 def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:

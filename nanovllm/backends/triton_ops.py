@@ -17,7 +17,7 @@ from nanovllm.backends import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms, Pairs
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
@@ -198,10 +198,23 @@ def recorder(model: Any, kv_cache: KVCache, limits: Limits) -> StepGraphs:
     return StepGraphs(model, kv_cache, limits)
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def choose_experts(*inputs: Any) -> Any:
+    from nanovllm.layers.triton_experts import choose  # chapter 05
+
+    return choose(*inputs)
+
+
+def add_up(*inputs: Any) -> Tensor:
+    from nanovllm.layers import triton_experts  # chapter 05
+
+    return triton_experts.add_up(*inputs)
+
+
+def grouped_product(*inputs: Any) -> Tensor:
     """One launch for all experts."""
     from nanovllm.layers.triton_products import multiply  # chapter 05
 
+    x, matrices, pairs = inputs
     rows = matrices.flatten(0, 1)
     return multiply(x, rows, rows, rows, 1, 16, pairs)  # neither scales nor zeros
 

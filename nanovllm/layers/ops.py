@@ -6,7 +6,7 @@ choose a function.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ from nanovllm.layers.sampler import Sampling
 
 Norm = nn.RMSNorm | None
 Norms = tuple[Norm, Norm]  # of queries and of keys
-
-
-class Pairs(NamedTuple):
-    """Pairs of a row of activations and an expert, sorted by expert: see experts.py."""
-
-    rows: Tensor  # int64 [P]
-    ends: Tensor  # int64 [E]: where the pairs of each expert end
 
 
 class Ops(Protocol):
@@ -89,8 +82,14 @@ class Ops(Protocol):
 
     # --- models with experts, weights in few bits, layers with states ---
 
-    def grouped_product(self, x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
-        """x [T, in], matrices [E, out, in] -> [P, out]: see experts.product."""
+    def grouped_product(self, *inputs: Any) -> Tensor:
+        """x [T, in], matrices [E, out, in], Pairs -> [P, out]: see experts.product."""
+
+    def choose_experts(self, *inputs: Any) -> Any:
+        """The experts of each token, and their weights: see experts.choose."""
+
+    def add_up(self, *inputs: Any) -> Tensor:
+        """The weighted sum over the experts of each token: see experts.add_up."""
 
     def quantized_product(self, weight: Groups, num_experts: int | None) -> Quantized:
         """The product with a weight in 8 or 4 bits, kept as this backend reads it fastest: see

@@ -222,6 +222,8 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
         "delta",
         "delta_of_prompts",
         "gate",
+        "choose",
+        "add_up",
         "weigh",
         "sample",
     }

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from nanovllm.backends import triton_ops
 from nanovllm.layers import (
     triton_attention,
+    triton_experts,
     triton_int8,
     triton_plan,
     triton_products,
@@ -107,6 +108,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             triton_ops,
             triton_sampler,
             triton_products,
+            triton_experts,
         )
         modules += (triton_delta,)
         for module in modules:
@@ -167,7 +169,9 @@ def launch_products(half: Any) -> None:
 
 def launch_experts(half: Any) -> None:
     """16 tokens in Qwen3-30B-A3B, whose experts have 1,536 x 2,048 numbers."""
-    pairs = Pairs(longs(128), longs(128))  # as many as experts
+    pairs = Pairs(longs(128), longs(128), 8)  # as many as experts
+    triton_experts.choose(half(16, 128), 8, True)
+    triton_experts.add_up(half(128, 2048), empty(16, 8))
     x, num_out, num_in = half(16, 2048), 1536, 2048
     triton_ops.grouped_product(x, half(128, num_out, num_in), pairs)
     codes, scales = (

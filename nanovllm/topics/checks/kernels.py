@@ -57,7 +57,8 @@ def check_kernels(runner: Any) -> None:
         router.top = len(router.weight)  # a rounded row may choose other experts, if not all
     both = step_of(runner, num_blocks, [1, 20])
     expected = hidden_states(runner, both, torch_ops)
-    for name in OPERATIONS:
+    of_experts = ("choose_experts", "add_up") if routers else ()
+    for name in OPERATIONS + of_experts:
         mixed = SimpleNamespace(**vars(torch_ops) | {name: own[name]})
         if name == "paged_attention":
             mixed.layout = own["layout"]
@@ -146,8 +147,8 @@ def error_of_experts(stack: Stack, runner: Any, generator: torch.Generator) -> f
     chosen = torch.randint(num_experts, (64,), **options)
     chosen[:32] = num_experts - 1
     counts = chosen.bincount(minlength=num_experts)
-    rows = torch.randint(16, (64,), **options)
-    pairs = Pairs(rows, counts.cumsum(0))
+    order = torch.randperm(64, **options)
+    pairs = Pairs(order, counts.cumsum(0), 4)
     x = torch.randn(16, num_in, **options)
     x = x.to(runner.dtype)
     found = stack(x, pairs)
