@@ -14,7 +14,8 @@ from nanovllm.layers.experts import Pairs
 
 FEW_ROWS = 16  # of activations, per program: tl.dot takes no fewer, nor fewer numbers
 MANY_ROWS = 64  # where there are many: each tile of rows reads the whole weight
-OUT = 64  # rows of a weight, per program
+OUT = 64  # rows of a weight, per program; fewer of a narrow weight, for PROGRAMS of them
+PROGRAMS = 128
 NUMBERS = {16: 64, 8: 128, 4: 128}  # of a row at a time, by the bits of a weight
 FEW_NUMBERS = 32  # where more would take too many registers
 
@@ -167,11 +168,14 @@ def multiply(
     most = 64 if has_many else most  # with more, codes of 4 bits take too many registers
     num_tiles = most_tiles(num_rows, num_matrices, tile_rows)
     numbers = max(16, min(most, triton.next_power_of_2(group_size)))
+    is_narrow = num_out < OUT * PROGRAMS and not has_many and pairs is None
+    # the largest power of two
+    tile_out = max(16, triton.next_power_of_2(num_out // PROGRAMS + 1) // 2) if is_narrow else OUT
     out = x.new_empty(num_rows, num_out)
-    product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
+    product_kernel[(num_tiles, triton.cdiv(num_out, tile_out))](
         out, x, codes, scales, zeros, order, ends,
         num_rows, num_out, num_in, num_groups, group_size, num_experts,
-        triton.next_power_of_2(num_experts), top, tile_rows, OUT, numbers, bits,
+        triton.next_power_of_2(num_experts), top, tile_rows, tile_out, numbers, bits,
     )  # fmt: skip
     return out
 
