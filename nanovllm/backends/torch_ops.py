@@ -34,9 +34,8 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
 
 
 def copy_blocks(kv_cache: KVCache, copies: Tensor) -> None:
-    blocks = kv_cache.tensor
     sources, targets = copies.unbind(1)
-    blocks[:, :, targets] = blocks[:, :, sources]
+    kv_cache.tensor[:, :, targets] = kv_cache.tensor[:, :, sources]
 
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:

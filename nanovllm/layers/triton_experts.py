@@ -10,14 +10,6 @@ PART = 1024  # of the numbers of a row, per program
 
 
 @triton.jit
-def weights_of(logits, expert, num_experts, highest):
-    """What the softmax of these experts is in proportion to. Those behind the last have -1."""
-    is_expert = expert < num_experts
-    x = tl.load(logits + expert, mask=is_expert, other=0.0).to(tl.float32)
-    return tl.where(is_expert, tl.exp(x - highest), -1.0)
-
-
-@triton.jit
 def choose_kernel(
     weights,  # [T, TOP], and chosen
     chosen,
@@ -35,22 +27,19 @@ def choose_kernel(
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     x = tl.load(logits + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
-    highest = tl.max(x, 0)
-    weight = weights_of(logits, expert, num_experts, highest)
     place = tl.zeros([EXPERTS], tl.int32)
     for begin in range(0, num_experts, OTHERS):
         other = begin + tl.arange(0, OTHERS)
-        heavier = weights_of(logits, other, num_experts, highest)[None, :]
-        is_before = heavier > weight[:, None]
-        is_before |= (heavier == weight[:, None]) & (other[None, :] < expert[:, None])
+        y = tl.load(logits + other, mask=other < num_experts, other=float("-inf")).to(tl.float32)
+        is_before = y[None, :] > x[:, None]
+        is_before |= (y[None, :] == x[:, None]) & (other[None, :] < expert[:, None])
         place += tl.sum(is_before.to(tl.int32), 1)
-    is_counted = is_expert
-    if IS_NORMALIZED:
-        is_counted = place < TOP
-    total = tl.sum(tl.where(is_counted & is_expert, weight, 0.0), 0)
     is_chosen = (place < TOP) & is_expert
+    weight = tl.exp(x - tl.max(x, 0))
+    if IS_NORMALIZED:
+        weight = tl.where(is_chosen, weight, 0.0)
     at = t * TOP + place
-    tl.store(weights + at, weight / total, mask=is_chosen)
+    tl.store(weights + at, weight / tl.sum(weight, 0), mask=is_chosen)
     tl.store(chosen + at, expert.to(tl.int64), mask=is_chosen)
 
 
@@ -87,6 +76,7 @@ def choose(logits: Tensor, top: int, is_normalized: bool) -> tuple[Tensor, Tenso
 
 
 def add_up(y: Tensor, weights: Tensor) -> Tensor:
+    weights = weights.contiguous()
     num_tokens, top = weights.shape
     size = y.shape[1]
     out = y.new_empty(num_tokens, size)

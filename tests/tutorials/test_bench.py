@@ -11,8 +11,9 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -337,38 +338,27 @@ def test_share_of_requests_with_the_same_tokens():
     assert "same_tokens" not in summary(theirs, ours, 2, is_greedy=False)
 
 
-class EndedTurns:
+@contextmanager
+def ended_turns(pythons):
     """Ctrl-C comes in the third round."""
+    facts = dict.fromkeys([*bench.FOLLOWED, "device_name", "cpu_capability"], "some")
+    result = result_of([]) | facts
 
-    foreign_shares: ClassVar = [0.0]
-
-    def __init__(self, pythons):
-        self.facts = dict.fromkeys([*bench.FOLLOWED, "device_name", "cpu_capability"], "some")
-        self.result = result_of([]) | self.facts
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        """Ends nothing."""
-
-    def start(self, job):
-        return self.facts
-
-    def play(self, *args):
+    def play(*args):
         for seconds in (2.0, 4.0):
-            self.result["runs"].append(run_of(seconds, [1], ttft=seconds))
+            result["runs"].append(run_of(seconds, [1], ttft=seconds))
             yield
         raise KeyboardInterrupt
 
-    def results(self):
-        return {"nanovllm": self.result}
+    turns = SimpleNamespace(play=play, start=lambda job: facts, foreign_shares=[0.0])
+    turns.results = lambda: {"nanovllm": result}
+    yield turns
 
 
 def test_a_benchmark_that_is_ended_keeps_its_rounds(monkeypatch, tmp_path, capsys):
     """Its last round is not observed."""
     file = tmp_path / "out.json"
-    monkeypatch.setattr(bench, "Turns", EndedTurns)
+    monkeypatch.setattr(bench, "Turns", ended_turns)
     monkeypatch.setattr(sys, "argv", ["bench.py", "--cold", "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         bench.main()
