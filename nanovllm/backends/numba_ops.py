@@ -38,8 +38,7 @@ COMPILES_AT_FIRST_USE = True
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
 cache_shape = torch_ops.cache_shape
-choose_experts = torch_ops.choose_experts
-add_up = torch_ops.add_up
+experts = torch_ops.experts
 
 
 class Layout(torch_attention.Layout):

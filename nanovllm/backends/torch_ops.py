@@ -119,16 +119,10 @@ def grouped_product(*inputs: Any) -> Tensor:
     return product(*inputs)
 
 
-def choose_experts(*inputs: Any) -> Any:
-    from nanovllm.layers.experts import choose  # chapter 05
-
-    return choose(*inputs)
-
-
-def add_up(*inputs: Any) -> Tensor:
+def experts() -> Any:
     from nanovllm.layers import experts  # chapter 05
 
-    return experts.add_up(*inputs)
+    return experts
 
 
 def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:

@@ -200,16 +200,10 @@ def recorder(model: Any, kv_cache: KVCache, limits: Limits) -> StepGraphs:
     return StepGraphs(model, kv_cache, limits)
 
 
-def choose_experts(*inputs: Any) -> Any:
-    from nanovllm.layers.triton_experts import choose  # chapter 05
-
-    return choose(*inputs)
-
-
-def add_up(*inputs: Any) -> Tensor:
+def experts() -> Any:
     from nanovllm.layers import triton_experts  # chapter 05
 
-    return triton_experts.add_up(*inputs)
+    return triton_experts
 
 
 def grouped_product(*inputs: Any) -> Tensor:
@@ -228,6 +222,6 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.triton_delta import delta_layer  # chapter 23
+    from nanovllm.layers.triton_delta import delta_layer  # chapter 23
 
     return delta_layer(*inputs)

@@ -69,12 +69,11 @@ class Caches:
         if self.on_host is not None:
             self.on_host.swap_out(moves.swaps_out)
             self.on_host.swap_in(moves.swaps_in)
-        lists = {"state_copies": moves.state_copies, "copies": moves.copies}
-        tensors = {name: torch.tensor(pairs) for name, pairs in lists.items() if pairs}
-        if not tensors:
-            return
-        copies = move(tensors, self.on_device.tensor.device)  # the host does not wait
         if moves.state_copies:
-            self.on_device.copy_slots(copies["state_copies"])
+            self.on_device.copy_slots(self._moved(moves.state_copies))
         if moves.copies:
-            ops.copy_blocks(self.on_device, copies["copies"])
+            ops.copy_blocks(self.on_device, self._moved(moves.copies))
+
+    def _moved(self, copies: list[tuple[int, int]]) -> torch.Tensor:
+        """[n, 2] on the device, for which the host does not wait."""
+        return move({"": torch.tensor(copies)}, self.on_device.tensor.device)[""]

@@ -85,11 +85,9 @@ class Ops(Protocol):
     def grouped_product(self, *inputs: Any) -> Tensor:
         """x [T, in], matrices [E, out, in], Pairs -> [P, out]: see experts.product."""
 
-    def choose_experts(self, *inputs: Any) -> Any:
-        """The experts of each token, and their weights: see experts.choose."""
-
-    def add_up(self, *inputs: Any) -> Tensor:
-        """The weighted sum over the experts of each token: see experts.add_up."""
+    def experts(self) -> Any:
+        """A module that chooses experts and adds them up: its functions are `choose` and `add_up`
+        in experts.py."""
 
     def quantized_product(self, weight: Groups, num_experts: int | None) -> Quantized:
         """The product with a weight in 8 or 4 bits, kept as this backend reads it fastest: see

@@ -1,4 +1,4 @@
-"""What is around the products of experts, in Triton: see experts.py for what the functions compute."""
+"""What is around the products of experts, in Triton. What the functions compute: see experts.py."""
 
 import torch
 import triton

@@ -70,7 +70,7 @@ class Experts(nn.Module):
         gate_up = self.gate_up_proj(x, Pairs(order, ends, weights.shape[1]))
         middle = self.ops.silu_and_mul(gate_up)
         y = self.down_proj(middle, Pairs(order, ends, 0))
-        return self.ops.add_up(y, weights)
+        return self.ops.experts().add_up(y, weights)
 
 
 class SparseMLP(nn.Module):
@@ -85,7 +85,7 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         router = self.gate
         logits = router(x)
-        weights, chosen = self.ops.choose_experts(logits, router.top, router.is_normalized)
+        weights, chosen = self.ops.experts().choose(logits, router.top, router.is_normalized)
         return self.experts(x, weights, chosen)
 
 

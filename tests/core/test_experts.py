@@ -174,15 +174,15 @@ def test_the_choice_and_the_sum(backend, num_experts, top, is_normalized, dtype)
     logits = 3 * torch.randn(7, num_experts, generator=generator)
     logits[::2] = logits[::2].round()
     expected, experts = choose(logits.to(dtype), top, is_normalized)
-    weights, chosen = ops.choose_experts(logits.to(device, dtype), top, is_normalized)
+    weights, chosen = ops.experts().choose(logits.to(device, dtype), top, is_normalized)
     assert torch.equal(chosen.cpu(), experts) and weights.dtype == torch.float32
     torch.testing.assert_close(weights.cpu(), expected)
     y = torch.randn(7 * top, 1030, generator=generator).to(dtype)
     exact = (y.double().view(7, top, -1) * expected.double().unsqueeze(-1)).sum(1)
-    total = ops.add_up(y.to(device), expected.to(device))
+    total = ops.experts().add_up(y.to(device), expected.to(device))
     assert total.dtype == dtype
     check_near(total, exact)
-    alone = ops.add_up(y[-top:].to(device), expected[-1:].to(device))
+    alone = ops.experts().add_up(y[-top:].to(device), expected[-1:].to(device))
     assert torch.equal(alone, total[-1:])
 
 

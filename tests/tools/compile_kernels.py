@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from nanovllm.backends import triton_ops
 from nanovllm.layers import (
     triton_attention,
+    triton_delta,
     triton_experts,
     triton_int8,
     triton_plan,
@@ -35,7 +36,6 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.experts import Pairs
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
-from nanovllm.topics.hybrid import triton_delta
 from nanovllm.topics.hybrid.delta import StateBatch
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups

@@ -102,63 +102,13 @@ class Stream:
         self.device = device
 
 
-class Copies:
-    """Copies that do not wait, from and to pinned memory. They happen as late as they may: when an event behind them is
-    waited for. Until then, their target on the host is rubbish, and their source on the host must stay as it is."""
-
-    def __init__(self):
-        self.pinned: dict[
-            int, Tensor
-        ] = {}  # by address; they are kept, so that no address is used again
-        self.number = 0
-        # by number: memory of the host, what is in it in the end, and whether this copy writes it
-        self.on_the_way: dict[int, tuple[Tensor, Tensor, bool]] = {}
-        self.empty = torch.empty
-        self.copy = Tensor.copy_
-
-    def new_empty(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        """In place of torch.empty."""
-        tensor = self.empty(*sizes, **options)
-        if pin_memory:
-            self.pinned[memory_of(tensor)] = tensor
-        return tensor
-
-    def late(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """In place of Tensor.copy_."""
-        host = next((one for one in (target, source) if memory_of(one) in self.pinned), None)
-        if host is None or not non_blocking:
-            return self.copy(target, source)
-        found = [one for one in self.on_the_way.items() if one[1][0].data_ptr() == host.data_ptr()]
-        self.number += 1
-        if host is target:
-            for number, (*_, is_target) in found:
-                if not is_target:  # it has been read before
-                    del self.on_the_way[number]
-            self.on_the_way[self.number] = host, source.clone(), True
-            return target.fill_(91)
-        numbers = found[-1][1][1] if found else source.clone()
-        self.on_the_way[self.number] = host, numbers, False
-        return self.copy(target, numbers)
-
-    @torch.inference_mode()
-    def arrive(self, last: int) -> None:
-        for number in [number for number in self.on_the_way if number <= last]:
-            host, numbers, is_target = self.on_the_way.pop(number)
-            if is_target:
-                self.copy(host, numbers)
-            assert host.equal(numbers), "the source of a copy has changed before it was copied"
-
-
 class Event:
-    """In place of torch.cuda.Event."""
-
-    copies: ClassVar[Copies]
+    """In place of torch.cuda.Event: all is computed when it is launched."""
 
     def record(self) -> None:
-        self.number = self.copies.number
+        """Nothing is in flight."""
 
-    def synchronize(self) -> None:
-        self.copies.arrive(self.number)
+    synchronize = record
 
 
 class Generator(torch.Generator):
@@ -175,8 +125,7 @@ def simulated_gpu(capability: int):
     from ttsem import sanitize
 
     with sanitize.session(capability) as session, pytest.MonkeyPatch.context() as patch:
-        run = JITFunction.run
-        Event.copies = Copies()
+        run, empty = JITFunction.run, torch.empty
 
         def launch(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
             call = partial(run, kernel, *args, warmup=warmup, **options)
@@ -186,8 +135,8 @@ def simulated_gpu(capability: int):
                 return call()
 
         patch.setattr(JITFunction, "run", launch)
-        patch.setattr(torch, "empty", Event.copies.new_empty)
-        patch.setattr(Tensor, "copy_", lambda *args, **how: Event.copies.late(*args, **how))
+        # a driver would pin it
+        patch.setattr(torch, "empty", lambda *a, pin_memory=False, **options: empty(*a, **options))
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "Event", Event)

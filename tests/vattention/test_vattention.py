@@ -336,12 +336,6 @@ def test_with_few_rows_block_tables_are_read(block_size, num_rows):
     assert (batch.layout.kv_cache is batch.kv_cache) == (num_rows < len(MIXTURE))
 
 
-@pytest.mark.parametrize("context", [1, 7, 8, 9, 16, 17, 40])
-def test_every_split_into_cached_and_new_at_block_borders(context):
-    for length in {1, 2, context // 2, context - 1, context} & set(range(1, context + 1)):
-        check([(length, context)], 4, 2, 16, seed=length)
-
-
 @pytest.mark.skipif(PROBLEM is not None or DEVICE != "cpu", reason=str(PROBLEM))
 @pytest.mark.parametrize("num_rows", [7, 64])
 @pytest.mark.parametrize("block_size", [2, 16])
@@ -351,18 +345,6 @@ def test_kernels_of_a_gpu_take_a_row_for_a_block(num_rows, block_size, monkeypat
     monkeypatch.setattr("nanovllm.layers.triton_plan.PART", 16)
     options = dict(block_size=block_size, num_blocks=200)
     check(MIXTURE, 4, 2, 20, num_rows, vattention.on_gpu(), **options)
-
-
-def test_the_work_does_not_grow_with_the_capacity_of_the_cache():
-    batch, _ = random_batch([(1, 9), (5, 12)], 2, 16, num_blocks=5000)
-    batch = virtual(batch, num_rows=4)
-    ops = vattention.on_cpu()
-    q, new = torch.randn(6, 4, 16), torch.randn(2, 6, 2, 16)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        batch.layout = ops.layout(batch)
-        torch_ops.store_kv(new[0], new[1], batch, 0)
-        ops.paged_attention(q, batch, 0, 0.25)
-    assert 0 < max(event.cpu_memory_usage for event in profile.events()) <= 16_384
 
 
 # --- the engine ---

@@ -29,6 +29,7 @@ OPERATIONS = (
     "rotate_and_store",
     "silu_and_mul",
     "paged_attention",
+    "experts",
 )
 
 
@@ -57,8 +58,7 @@ def check_kernels(runner: Any) -> None:
         router.top = len(router.weight)  # a rounded row may choose other experts, if not all
     both = step_of(runner, num_blocks, [1, 20])
     expected = hidden_states(runner, both, torch_ops)
-    of_experts = ("choose_experts", "add_up") if routers else ()
-    for name in OPERATIONS + of_experts:
+    for name in OPERATIONS:
         mixed = SimpleNamespace(**vars(torch_ops) | {name: own[name]})
         if name == "paged_attention":
             mixed.layout = own["layout"]

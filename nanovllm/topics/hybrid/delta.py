@@ -155,8 +155,16 @@ def attend(
     n = rows.num_decodes
     parts = []
     if n:
-        slots = (rows.slots[:n], rows.is_new[:n])
-        parts.append(decode(qkv[:n], log_decay[:n], beta[:n], sizes, states, *slots))
+        out = decode(
+            qkv[:n],
+            log_decay[:n],
+            beta[:n],
+            sizes,
+            states,
+            rows.slots[:n],
+            rows.is_new[:n],
+        )
+        parts.append(out)
     for b, tokens in rows.chunks:
         slot = rows.slots[b : b + 1]  # for a number, the host would wait for the device
         state = states[slot].squeeze(0).masked_fill(rows.is_new[b], 0)

@@ -1,8 +1,8 @@
-"""Gated DeltaNet in Triton, for decodes and prompts: three launches a layer, in which the device needs
-no number from the host. A part of a state is read once, and written once.
+"""Gated DeltaNet in Triton, for decodes and prompts: three launches a layer. The device needs no
+number from the host. A part of a state is read once, and written once.
 
-The tokens of a prompt are computed one after the other, as if each were a decode: so a prompt has the
-same state however it is cut into chunks. Each program keeps its part of the state in registers.
+The tokens of a prompt are computed one after the other, as if each were a decode: so a prompt has
+the same state however it is cut into chunks. Each program keeps its part of the state in registers.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.topics.hybrid.delta import StateBatch
+from nanovllm.layers.batch import Batch
 
 CHANNELS = 128  # of the convolution, per program
 
@@ -53,10 +53,8 @@ def convolve_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (sequence, part): the convolution of CHANNELS channels, and SiLU, TOKENS tokens at a time.
-
-    No other program reads these channels of the tail, so this one replaces them at the end.
-    """
+    """Program (sequence, part): the convolution of CHANNELS channels, and SiLU; TOKENS tokens at a
+    time. No other program reads these channels of the tail, so this one replaces them."""
     seq = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < ALL
@@ -101,7 +99,7 @@ def delta_kernel(
     KEYS: tl.constexpr,  # KEY_SIZE, padded
     VALUES: tl.constexpr,
 ):
-    """Program (sequence, head, part): VALUES columns of a head's state, for one token after the other."""
+    """Program (sequence, head, part): VALUES columns of a head's state, token by token."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, KEYS)
@@ -162,8 +160,8 @@ def gate_kernel(
     tl.store(out + at, (normed * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=is_number)
 
 
-def delta_layer(layer: Any, qkvz: Tensor, ba: Tensor, batch: StateBatch) -> Tensor:
-    """Computes delta.delta_layer."""
+def delta_layer(layer: Any, qkvz: Tensor, ba: Tensor, batch: Batch) -> Tensor:
+    """Computes delta_layer in topics/hybrid/delta.py."""
     tails, states = [kind[layer.index] for kind in batch.kv_cache.states]
     key_heads, key_size = layer.key_sizes
     heads, _, value_size = states.shape[1:]
