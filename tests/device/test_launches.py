@@ -20,7 +20,7 @@ from nanovllm.device import caches
 from nanovllm.device.memory import dummy_step
 from nanovllm.layers import triton_plan
 
-pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
 NOT_LAUNCHED = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view")
 WAITS = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "bincount")
 
