@@ -21,7 +21,7 @@ from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
-from nanovllm.layers.triton_int8 import store_int8
+from nanovllm.layers.triton_int8 import store_rows
 from nanovllm.layers.triton_sampler import sample as sample
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def norm_and_rotate_kernel(
     q_weight,
     k_weight,
     cos_sin,  # [T, HEAD_DIM]
-    k_cache,  # [blocks, tokens, KV_HEADS, HEAD_DIM], and so is v_cache
+    k_cache,  # [blocks, tokens, KV_HEADS, KV_DIM], and so is v_cache
     v_cache,
     slots,
     stride,
@@ -75,6 +75,7 @@ def norm_and_rotate_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    KV_DIM: tl.constexpr,  # with int8, a scale is behind the HEAD_DIM codes
     PADDED: tl.constexpr,  # half of a head
     ALL: tl.constexpr,  # >= HEADS + KV_HEADS, a power of two
     HAS_NORM: tl.constexpr,
@@ -113,12 +114,18 @@ def norm_and_rotate_kernel(
         is_in_place = (head < HEADS) & is_half
         slot = tl.load(slots + t).to(tl.int64)
         if slot >= 0:  # a padding row of a CUDA graph has none
-            to = slot * slot_stride + (head - HEADS) * HEAD_DIM + i
-            tl.store(k_cache + to, first, mask=is_key)
-            tl.store(k_cache + to + HALF, second, mask=is_key)
             value = at + KV_HEADS * HEAD_DIM
-            tl.store(v_cache + to, tl.load(value, mask=is_key), mask=is_key)
-            tl.store(v_cache + to + HALF, tl.load(value + HALF, mask=is_key), mask=is_key)
+            v1 = tl.load(value, mask=is_key, other=0.0)
+            v2 = tl.load(value + HALF, mask=is_key, other=0.0)
+            row = slot * slot_stride + (head - HEADS) * KV_DIM
+            if KV_DIM > HEAD_DIM:
+                store_rows(k_cache + row, i, first, second, is_key, HEAD_DIM)
+                store_rows(v_cache + row, i, v1, v2, is_key, HEAD_DIM)
+            else:
+                tl.store(k_cache + row + i, first, mask=is_key)
+                tl.store(k_cache + row + i + HALF, second, mask=is_key)
+                tl.store(v_cache + row + i, v1, mask=is_key)
+                tl.store(v_cache + row + i + HALF, v2, mask=is_key)
     tl.store(at, first, mask=is_in_place)
     tl.store(at + HALF, second, mask=is_in_place)
 
@@ -166,7 +173,7 @@ def norm_and_rotate(
     tensors = cache or (qkv, qkv, qkv)
     norm_and_rotate_kernel[(len(qkv),)](
         qkv, q_weight, k_weight, cos_sin, *tensors, qkv.stride(0), tensors[0].stride(1), eps,
-        heads, kv_heads, head_dim, padded, triton.next_power_of_2(heads + kv_heads), has_norm,
+        heads, kv_heads, head_dim, tensors[0].shape[-1], padded, triton.next_power_of_2(heads + kv_heads), has_norm,
         len(cache) > 0,
     )  # fmt: skip
     return qkv.split(sizes, dim=1)
@@ -175,12 +182,7 @@ def norm_and_rotate(
 def rotate_and_store(
     qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
 ) -> Tensor:
-    """One launch; two, if keys and values are stored in 8 bits."""
     keys, values = batch.kv_cache.layers[layer]
-    if keys.dtype == torch.int8:
-        q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-        store_int8(k, v, keys, values, batch.slot_mapping)
-        return q
     cache = (keys, values, batch.slot_mapping)
     q, _, _ = norm_and_rotate(qkv, *norms, cos_sin, sizes, cache)
     return q

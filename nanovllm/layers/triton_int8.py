@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 STEP = tl.constexpr(1 / 127)
 SMALLEST_SCALE = tl.constexpr(1e-30)
@@ -22,54 +21,17 @@ def scales_of(rows, is_row, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def store_row(row, numbers, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Stores HEAD_DIM numbers as codes, with their scale behind them."""
-    i = tl.arange(0, DIM)
-    is_number = i < HEAD_DIM
-    x = tl.load(numbers + i, mask=is_number, other=0.0).to(tl.float32)
-    zero = tl.sum(x * 0.0, 0)  # NaN, if a number is not finite
-    scale = tl.maximum(tl.max(tl.abs(x), 0) * STEP, SMALLEST_SCALE) + zero
+def store_rows(rows, halves, x1, x2, mask, HEAD_DIM: tl.constexpr):
+    """Stores a row of codes for each head, with its scale behind them. `rows` [heads, 1] is where
+    they begin; x1 and x2 [heads, PADDED] are halves of its numbers, which begin at `halves`."""
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
+    zero = tl.sum(x1 * 0.0 + x2 * 0.0, 1)[:, None]  # NaN, if a number is not finite
+    most = tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1)[:, None]
+    scale = tl.maximum(most * STEP, SMALLEST_SCALE) + zero
     inverse = tl.div_rn(1.0, scale)
-    codes = (x * inverse + TO_INTEGER) - TO_INTEGER
-    codes = tl.where(zero == 0, codes, 0.0)
-    tl.store(row + i, codes.to(tl.int8), mask=is_number)
-    tl.store(scales_at(row, HEAD_DIM), scale)
-
-
-@triton.jit
-def store_int8_kernel(
-    k,
-    v,
-    k_cache,  # rows of HEAD_DIM + 4 bytes, and so is v_cache
-    v_cache,
-    slots,
-    k_stride,
-    v_stride,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Program (t, head) stores the key and value of token t and one KV head in its slot."""
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    slot = tl.load(slots + t).to(tl.int64)
-    if slot >= 0:  # a padding row of a CUDA graph has none
-        row = (slot * tl.num_programs(1) + head) * (HEAD_DIM + 4)
-        store_row(k_cache + row, k + t * k_stride + head * HEAD_DIM, HEAD_DIM, DIM)
-        store_row(v_cache + row, v + t * v_stride + head * HEAD_DIM, HEAD_DIM, DIM)
-
-
-def store_int8(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Stores k and v [T, num_kv_heads, head_dim] in the int8 cache of a layer."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    store_int8_kernel[(num_tokens, num_kv_heads)](
-        k,
-        v,
-        keys,
-        values,
-        slots,
-        k.stride(0),
-        v.stride(0),
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        num_warps=1,
-    )
+    first = tl.where(zero == 0, (x1 * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
+    second = tl.where(zero == 0, (x2 * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
+    tl.store(rows + halves, first.to(tl.int8), mask=mask)
+    tl.store(rows + halves + HEAD_DIM // 2, second.to(tl.int8), mask=mask)
+    tl.store(scales_at(rows, HEAD_DIM), scale, mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)

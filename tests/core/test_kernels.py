@@ -210,7 +210,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     kernels, odd = json.loads(done.stdout)
     assert odd == []
     attention = {"plan", "decode", "prefill", "combine", "copy_blocks"}
-    attention |= {"decode_int8", "prefill_int8", "store_int8"}
+    attention |= {"decode_int8", "prefill_int8", "rotate_and_store_int8"}
     others = {
         "add_and_norm",
         "norm_and_rotate",
