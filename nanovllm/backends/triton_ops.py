@@ -173,7 +173,8 @@ def norm_and_rotate(
     tensors = cache or (qkv, qkv, qkv)
     norm_and_rotate_kernel[(len(qkv),)](
         qkv, q_weight, k_weight, cos_sin, *tensors, qkv.stride(0), tensors[0].stride(1), eps,
-        heads, kv_heads, head_dim, tensors[0].shape[-1], padded, triton.next_power_of_2(heads + kv_heads), has_norm,
+        heads, kv_heads, head_dim, tensors[0].shape[-1], padded,
+        triton.next_power_of_2(heads + kv_heads), has_norm,
         len(cache) > 0,
     )  # fmt: skip
     return qkv.split(sizes, dim=1)

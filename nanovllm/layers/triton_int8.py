@@ -21,17 +21,35 @@ def scales_of(rows, is_row, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def store_rows(rows, halves, x1, x2, mask, HEAD_DIM: tl.constexpr):
-    """Stores a row of codes for each head, with its scale behind them. `rows` [heads, 1] is where
-    they begin; x1 and x2 [heads, PADDED] are halves of its numbers, which begin at `halves`."""
+def codes_of(x, inverse, zero):
+    """The codes of a row's numbers, given the inverse of its scale; 0 if `zero` is NaN."""
+    codes = x * inverse + TO_INTEGER
+    codes = codes - TO_INTEGER
+    codes = tl.where(zero == 0, codes, 0.0)
+    return codes.to(tl.int8)
+
+
+@triton.jit
+def store_rows(
+    rows,  # [heads, 1]: where they begin
+    halves,  # [PADDED]: the places of the first half's numbers in a row
+    x1,  # [heads, PADDED]: the first halves
+    x2,
+    mask,
+    HEAD_DIM: tl.constexpr,
+):
+    """Stores a row of codes for each head, with its scale behind them."""
     x1 = x1.to(tl.float32)
     x2 = x2.to(tl.float32)
-    zero = tl.sum(x1 * 0.0 + x2 * 0.0, 1)[:, None]  # NaN, if a number is not finite
-    most = tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1)[:, None]
-    scale = tl.maximum(most * STEP, SMALLEST_SCALE) + zero
+    zero = tl.sum(x1 * 0.0 + x2 * 0.0, 1)  # NaN, if a number is not finite
+    larger = tl.maximum(tl.abs(x1), tl.abs(x2))
+    scale = tl.maximum(tl.max(larger, 1) * STEP, SMALLEST_SCALE) + zero
+    scale = scale[:, None]
+    zero = zero[:, None]
     inverse = tl.div_rn(1.0, scale)
-    first = tl.where(zero == 0, (x1 * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
-    second = tl.where(zero == 0, (x2 * inverse + TO_INTEGER) - TO_INTEGER, 0.0)
-    tl.store(rows + halves, first.to(tl.int8), mask=mask)
-    tl.store(rows + halves + HEAD_DIM // 2, second.to(tl.int8), mask=mask)
-    tl.store(scales_at(rows, HEAD_DIM), scale, mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)
+    at = rows + halves
+    tl.store(at, codes_of(x1, inverse, zero), mask=mask)
+    at += HEAD_DIM // 2
+    tl.store(at, codes_of(x2, inverse, zero), mask=mask)
+    is_row = tl.max(mask.to(tl.int32), 1)
+    tl.store(scales_at(rows, HEAD_DIM), scale, mask=is_row[:, None] > 0)

@@ -213,7 +213,6 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     attention |= {"decode_int8", "prefill_int8", "rotate_and_store_int8"}
     others = {
         "add_and_norm",
-        "norm_and_rotate",
         "rotate_and_store",
         "silu_and_mul",
         "cutoff",
