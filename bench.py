@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ from tutorials.measure.engines import Job
 from tutorials.measure.peers import ENGINES
 from tutorials.measure.turns import WARM_UP, Turns
 from tutorials.report import conditions, engines_table, summary, write_json
-from tutorials.simulation.requests import WORKLOADS, cut, make_requests
+from tutorials.simulation.requests import WORKLOADS, Request, cut, make_requests
 
 FOLLOWED = ("dtype", "device", "kv_tokens", "kv_bytes", "batch_tokens", "threads")  # by the peers
 
@@ -150,8 +151,9 @@ def check(args) -> None:
             setattr(args, name, default)
 
 
-def compare(args) -> dict:
-    """Runs the engines in turns. Raises ValueError for what cannot be."""
+def reports(args) -> Iterator[dict]:
+    """Runs the engines in turns. Yields what is known after each round that counts, and at the end.
+    Raises ValueError for what cannot be."""
     check(args)
     about = environment()
     names = dict.fromkeys(["nanovllm", *args.peer])
@@ -180,16 +182,21 @@ def compare(args) -> dict:
                 job = replace(job, **{key: facts[key] for key in FOLLOWED})
         for _ in range(args.busy):
             loops.enter_context(endless_loop())
-        turns.play(args.rounds, args.warm_up, args.first)
-        results = turns.results()
-        foreign_share = fmean(turns.foreign_shares)
+        for _ in turns.play(args.rounds, args.warm_up, args.first):
+            yield about | report_of(args, turns, job, wanted)
+
+
+def report_of(args, turns: Turns, job: Job, wanted: list[Request]) -> dict:
+    """The conditions, and the results of the rounds so far."""
+    results = turns.results()
     ours = results["nanovllm"]
+    requests = job.requests
     output_tokens = sum(request.max_tokens for request in requests)
-    return about | {
+    return {
         "device": ours["device_name"],
         "num_threads": ours["threads"],
         "cpu_capability": ours["cpu_capability"],
-        "model": path.name,
+        "model": Path(job.model).name,
         "dtype": ours["dtype"],
         "options": dict(args.option),
         "workload": args.workload,
@@ -199,12 +206,12 @@ def compare(args) -> dict:
         "requests": len(requests),
         "prompt_tokens": sum(len(request.prompt) for request in requests),
         "output_tokens": output_tokens,
-        "max_model_len": longest,
+        "max_model_len": job.max_model_len,
         "tokens": args.tokens,
-        "rounds": args.rounds,
+        "rounds": len(ours["runs"]),
         "warm_up": args.warm_up,
         "busy": args.busy,
-        "foreign_cpu_share": foreign_share,
+        "foreign_cpu_share": fmean(turns.foreign_shares),
         "cold": args.cold,
         "cut_requests": sum(a != b for a, b in zip(requests, wanted)),
         "engines": {
@@ -217,16 +224,22 @@ def compare(args) -> dict:
 def main() -> None:
     arguments = parser()
     args = arguments.parse_args()
+    report: dict = {}
+    is_ended = False
     try:
-        report = compare(args)
+        for report in reports(args):
+            write_json(report, args.json)
     except ValueError as error:
         arguments.error(str(error))
+    except KeyboardInterrupt:  # Ctrl-C, or the end of a time limit
+        is_ended = True
+    if not report:
+        sys.exit("no round has ended")
     print(conditions(report), engines_table(report), sep="\n\n")
-    write_json(report, args.json)
+    sys.exit(is_ended)
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
-    # not at once: first all that it has started is ended
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     main()

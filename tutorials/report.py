@@ -35,9 +35,11 @@ def summary(result: dict, ours: dict, output_tokens: int, is_greedy: bool) -> di
     report["seconds"] = seconds_of(result["runs"])
     report |= speeds(report["seconds"], output_tokens) | latencies(result["runs"])
     if result is ours:
-        observed = ("observed_seconds", "ceilings", "roofline")
-        report |= {key: ours[key] for key in observed} | ours["cache"]
-        return report | {"steps": {"columns": BIN, **ours["steps"]}}
+        if "steps" in ours:  # not before all rounds have ended
+            observed = ("observed_seconds", "ceilings", "roofline")
+            report |= {key: ours[key] for key in observed} | ours["cache"]
+            report["steps"] = {"columns": BIN, **ours["steps"]}
+        return report
     report |= ratios(report["seconds"], seconds_of(ours["runs"]))
     if is_greedy:
         report["same_tokens"] = share_of_same_tokens(result["runs"], ours["runs"])
@@ -117,6 +119,8 @@ def engines_table(report: dict) -> str:
         for count, speed in engine.get("few", {}).items():
             lines.append(f"{name}, the first {count} requests alone: {speed:,.0f} tokens/s")
     ours = engines["nanovllm"]
+    if "steps" not in ours:
+        return "\n".join(lines)
     lines.append(
         "\nnanovllm's cache: at most {kv_blocks_used_peak:,} of {kv_blocks:,} KV blocks used, "
         "{prefix_cache_hit_tokens:,} prompt tokens cached, {preemptions:,} preempted".format(**ours)

@@ -29,7 +29,7 @@ from nanovllm.layers.numba_kernels import (
 )
 from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_tiles import FEW, are_fastest, multiply
-from nanovllm.layers.ops import Norm, Pairs
+from nanovllm.layers.ops import Norm
 
 if TYPE_CHECKING:
     from nanovllm.backends.numba_graphs import NumbaStep
@@ -39,6 +39,7 @@ COMPILES_AT_FIRST_USE = True
 copy_blocks = torch_ops.copy_blocks
 sample = torch_ops.sample
 cache_shape = torch_ops.cache_shape
+experts = torch_ops.experts
 
 
 class Layout(torch_attention.Layout):
@@ -145,8 +146,10 @@ def recorder(model: Any, kv_cache: KVCache, limits: Any) -> NumbaStep | None:
     return bind(model, kv_cache, limits.max_num_seqs)
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def grouped_product(*inputs: Any) -> Tensor:
     from nanovllm.layers.experts import each_expert  # chapter 05
+
+    x, matrices, pairs = inputs
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
         product = in_tiles if len(rows) <= FEW else product_for(rows.dtype)
@@ -162,6 +165,7 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.numba_delta import decode  # chapter 23
+    from nanovllm.topics.hybrid.delta import delta_layer  # chapter 23
+    from nanovllm.topics.hybrid.numba_delta import decode
 
-    return decode(*inputs)
+    return delta_layer(decode, *inputs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms, Pairs
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.sampler import Sampling
 from nanovllm.layers.torch_attention import Layout
 from nanovllm.layers.torch_attention import paged_attention as paged_attention  # of Ops
@@ -32,11 +32,9 @@ def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
         part.flatten(0, 1).index_copy_(0, batch.slot_mapping, rows)
 
 
-def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
-    blocks = kv_cache.tensor
-    pairs = torch.tensor(copies, device=blocks.device)
-    sources, targets = pairs.unbind(1)
-    blocks[:, :, targets] = blocks[:, :, sources]
+def copy_blocks(kv_cache: KVCache, copies: Tensor) -> None:
+    sources, targets = copies.unbind(1)
+    kv_cache.tensor[:, :, targets] = kv_cache.tensor[:, :, sources]
 
 
 def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
@@ -118,10 +116,16 @@ def product_for(dtype: torch.dtype) -> Callable:
     return F.linear
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def grouped_product(*inputs: Any) -> Tensor:
     from nanovllm.layers.experts import product  # chapter 05
 
-    return product(x, matrices, pairs)
+    return product(*inputs)
+
+
+def experts() -> Any:
+    from nanovllm.layers import experts  # chapter 05
+
+    return experts
 
 
 def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
@@ -131,6 +135,6 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.delta import decode  # chapter 23
+    from nanovllm.topics.hybrid.delta import decode, delta_layer  # chapter 23
 
-    return decode(*inputs)
+    return delta_layer(decode, *inputs)

@@ -17,11 +17,11 @@ from nanovllm.backends import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms, Pairs
+from nanovllm.layers.ops import Norm, Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
-from nanovllm.layers.triton_int8 import store_int8
+from nanovllm.layers.triton_int8 import store_rows
 from nanovllm.layers.triton_sampler import sample as sample
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def norm_and_rotate_kernel(
     q_weight,
     k_weight,
     cos_sin,  # [T, HEAD_DIM]
-    k_cache,  # [blocks, tokens, KV_HEADS, HEAD_DIM], and so is v_cache
+    k_cache,  # [blocks, tokens, KV_HEADS, KV_DIM], and so is v_cache
     v_cache,
     slots,
     stride,
@@ -75,51 +75,59 @@ def norm_and_rotate_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    KV_DIM: tl.constexpr,  # with int8, a scale is behind the HEAD_DIM codes
     PADDED: tl.constexpr,  # half of a head
+    ALL: tl.constexpr,  # >= HEADS + KV_HEADS, a power of two
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
 ):
-    """Program (t, head): RMSNorm if there is one, and rotation, in place.
+    """Program t: RMSNorm if there is one, and rotation, in place.
 
-    Query heads come first, then key heads. If there is a cache, a key is written to its slot
-    instead, and the value of the same head is copied into it.
+    Query heads come first, then key heads. If there is a cache, keys are written to their slot
+    instead, and the values are copied into it.
     """
-    t = tl.program_id(0)
-    head = tl.program_id(1)
+    t = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.arange(0, ALL)[:, None]
     i = tl.arange(0, PADDED)
-    is_number = i < HALF
-    at = qkv + t.to(tl.int64) * stride + head * HEAD_DIM + i
+    is_half = i < HALF
+    is_number = (head < HEADS + KV_HEADS) & is_half
+    is_key = (head >= HEADS) & is_number
+    at = qkv + t * stride + head * HEAD_DIM + i
     x1 = tl.load(at, mask=is_number, other=0.0).to(tl.float32)
     x2 = tl.load(at + HALF, mask=is_number, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 0) / HEAD_DIM + eps)
-        weight = q_weight
-        if head >= HEADS:
-            weight = k_weight
-        w1 = tl.load(weight + i, mask=is_number, other=0.0).to(tl.float32)
-        x1 = x1 * scale * w1
-        w2 = tl.load(weight + HALF + i, mask=is_number, other=0.0).to(tl.float32)
-        x2 = x2 * scale * w2
-    cos = tl.load(cos_sin + t * HEAD_DIM + i, mask=is_number, other=0.0)
-    sin = tl.load(cos_sin + t * HEAD_DIM + HALF + i, mask=is_number, other=0.0)
+        scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / HEAD_DIM + eps)[:, None]
+        q1 = tl.load(q_weight + i, mask=is_half, other=0.0).to(tl.float32)
+        k1 = tl.load(k_weight + i, mask=is_half, other=0.0).to(tl.float32)
+        x1 = x1 * scale * tl.where(is_key, k1, q1)
+        q2 = tl.load(q_weight + HALF + i, mask=is_half, other=0.0).to(tl.float32)
+        k2 = tl.load(k_weight + HALF + i, mask=is_half, other=0.0).to(tl.float32)
+        x2 = x2 * scale * tl.where(is_key, k2, q2)
+    cos = tl.load(cos_sin + t * HEAD_DIM + i, mask=is_half, other=0.0)
+    sin = tl.load(cos_sin + t * HEAD_DIM + HALF + i, mask=is_half, other=0.0)
     dtype = qkv.dtype.element_ty
     first = (x1 * cos - x2 * sin).to(dtype)
     second = (x2 * cos + x1 * sin).to(dtype)
-    if HAS_CACHE and head >= HEADS:
+    is_in_place = is_number
+    if HAS_CACHE:
+        is_in_place = (head < HEADS) & is_half
         slot = tl.load(slots + t).to(tl.int64)
         if slot >= 0:  # a padding row of a CUDA graph has none
-            to = slot * slot_stride + (head - HEADS) * HEAD_DIM + i
-            tl.store(k_cache + to, first, mask=is_number)
-            tl.store(k_cache + to + HALF, second, mask=is_number)
-            at += KV_HEADS * HEAD_DIM
-            first = tl.load(at, mask=is_number)
-            tl.store(v_cache + to, first, mask=is_number)
-            second = tl.load(at + HALF, mask=is_number)
-            tl.store(v_cache + to + HALF, second, mask=is_number)
-    else:
-        tl.store(at, first, mask=is_number)
-        tl.store(at + HALF, second, mask=is_number)
+            value = at + KV_HEADS * HEAD_DIM
+            v1 = tl.load(value, mask=is_key, other=0.0)
+            v2 = tl.load(value + HALF, mask=is_key, other=0.0)
+            row = slot * slot_stride + (head - HEADS) * KV_DIM
+            if KV_DIM > HEAD_DIM:
+                store_rows(k_cache + row, i, first, second, is_key, HEAD_DIM)
+                store_rows(v_cache + row, i, v1, v2, is_key, HEAD_DIM)
+            else:
+                tl.store(k_cache + row + i, first, mask=is_key)
+                tl.store(k_cache + row + i + HALF, second, mask=is_key)
+                tl.store(v_cache + row + i, v1, mask=is_key)
+                tl.store(v_cache + row + i + HALF, v2, mask=is_key)
+    tl.store(at, first, mask=is_in_place)
+    tl.store(at + HALF, second, mask=is_in_place)
 
 
 @triton.jit
@@ -163,9 +171,11 @@ def norm_and_rotate(
     k_weight = k_norm.weight if k_norm is not None else qkv
     eps = q_norm.eps if q_norm is not None and q_norm.eps is not None else 0.0
     tensors = cache or (qkv, qkv, qkv)
-    norm_and_rotate_kernel[(len(qkv), heads + kv_heads)](
+    norm_and_rotate_kernel[(len(qkv),)](
         qkv, q_weight, k_weight, cos_sin, *tensors, qkv.stride(0), tensors[0].stride(1), eps,
-        heads, kv_heads, head_dim, padded, has_norm, len(cache) > 0, num_warps=1,
+        heads, kv_heads, head_dim, tensors[0].shape[-1], padded,
+        triton.next_power_of_2(heads + kv_heads), has_norm,
+        len(cache) > 0,
     )  # fmt: skip
     return qkv.split(sizes, dim=1)
 
@@ -173,12 +183,7 @@ def norm_and_rotate(
 def rotate_and_store(
     qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
 ) -> Tensor:
-    """One launch; two, if keys and values are stored in 8 bits."""
     keys, values = batch.kv_cache.layers[layer]
-    if keys.dtype == torch.int8:
-        q, k, v = norm_and_rotate(qkv, *norms, cos_sin, sizes)
-        store_int8(k, v, keys, values, batch.slot_mapping)
-        return q
     cache = (keys, values, batch.slot_mapping)
     q, _, _ = norm_and_rotate(qkv, *norms, cos_sin, sizes, cache)
     return q
@@ -198,10 +203,17 @@ def recorder(model: Any, kv_cache: KVCache, limits: Limits) -> StepGraphs:
     return StepGraphs(model, kv_cache, limits)
 
 
-def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
+def experts() -> Any:
+    from nanovllm.layers import triton_experts  # chapter 05
+
+    return triton_experts
+
+
+def grouped_product(*inputs: Any) -> Tensor:
     """One launch for all experts."""
     from nanovllm.layers.triton_products import multiply  # chapter 05
 
+    x, matrices, pairs = inputs
     rows = matrices.flatten(0, 1)
     return multiply(x, rows, rows, rows, 1, 16, pairs)  # neither scales nor zeros
 
@@ -213,6 +225,6 @@ def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:
 
 
 def delta_rule(*inputs: Any) -> Tensor:
-    from nanovllm.topics.hybrid.triton_delta import decode  # chapter 23
+    from nanovllm.layers.triton_delta import delta_layer  # chapter 23
 
-    return decode(*inputs)
+    return delta_layer(*inputs)

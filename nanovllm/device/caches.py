@@ -12,6 +12,7 @@ from nanovllm.config import Config, Limits
 from nanovllm.layers.kv_cache import CacheShape, KVCache
 from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import DenseModel
+from nanovllm.step import move
 
 if TYPE_CHECKING:
     from nanovllm.topics.swapping.host_cache import HostCache
@@ -69,6 +70,10 @@ class Caches:
             self.on_host.swap_out(moves.swaps_out)
             self.on_host.swap_in(moves.swaps_in)
         if moves.state_copies:
-            self.on_device.copy_slots(moves.state_copies)
+            self.on_device.copy_slots(self._moved(moves.state_copies))
         if moves.copies:
-            ops.copy_blocks(self.on_device, moves.copies)
+            ops.copy_blocks(self.on_device, self._moved(moves.copies))
+
+    def _moved(self, copies: list[tuple[int, int]]) -> torch.Tensor:
+        """[n, 2] on the device, for which the host does not wait."""
+        return move({"": torch.tensor(copies)}, self.on_device.tensor.device)[""]

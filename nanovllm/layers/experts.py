@@ -6,13 +6,36 @@ record a grouped product.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.ops import Pairs
+
+
+class Pairs(NamedTuple):
+    """Pairs of a row of activations and an expert, sorted by expert."""
+
+    order: Tensor  # int64 [P]: the place of each pair before they were sorted
+    ends: Tensor  # int64 [E]: where the pairs of each expert end
+    # pairs of a row, which follow each other before they are sorted; 0 if each pair has its own
+    # row, sorted as they are: then their results go back to where the pairs were
+    top: int
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [P]: the row of each pair."""
+        if self.top:
+            return self.order // self.top
+        return torch.arange(len(self.order), device=self.order.device)
+
+    def placed(self, results: Tensor) -> Tensor:
+        """Where the results of the pairs belong."""
+        if self.top:
+            return results
+        return torch.empty_like(results).index_copy_(0, self.order, results)
 
 
 class Stack(Linear):
@@ -35,6 +58,29 @@ class Stack(Linear):
         return self.product(x, matrices, pairs)
 
 
+def choose(logits: Tensor, top: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """Logits of a router [T, E] -> the weights of the chosen experts, fp32 [T, top], and the
+    experts, int64 [T, top]. Of experts with equal logits, the first ones are chosen."""
+    weights = logits.float().softmax(-1)
+    weights, chosen = weights.sort(dim=-1, descending=True, stable=True)
+    weights = weights[:, :top]
+    chosen = chosen[:, :top]
+    if is_normalized:
+        weights = weights / weights.sum(-1, True)
+    return weights, chosen
+
+
+def add_up(y: Tensor, weights: Tensor) -> Tensor:
+    """Results of pairs in the order of tokens [P, out], and weights [T, top] -> the sums over the
+    experts of each token [T, out]. They do not depend on the other tokens."""
+    parts = y.view(*weights.shape, -1)
+    parts = parts * weights.unsqueeze(-1)
+    total = parts[:, 0].clone()
+    for i in range(1, weights.shape[1]):
+        total += parts[:, i]
+    return total.to(y.dtype)
+
+
 def product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     """x [T, in], matrices [E, out, in] -> [P, out], in PyTorch."""
 
@@ -51,4 +97,4 @@ def each_expert(x: Tensor, pairs: Pairs, multiply: Callable) -> Tensor:
     for expert, rows in enumerate(pairs.rows.tensor_split(pairs.ends[:-1].cpu())):
         if len(rows):
             results.append(multiply(x[rows], expert))
-    return torch.cat(results)
+    return pairs.placed(torch.cat(results))

@@ -80,9 +80,8 @@ class KVCache:
         """int64: rows of a layer's keys, or values, seen as [slots, num_kv_heads, head_dim]."""
         return block_ids.long() * self.block_size + offsets
 
-    def copy_slots(self, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from slot, to slot)] of the states. All are read before any is written."""
+    def copy_slots(self, copies: Tensor) -> None:
+        """Copies states, as Ops.copy_blocks does blocks. All are read before any is written."""
+        sources, targets = copies.unbind(1)
         for tensor in self.states:
-            pairs = torch.tensor(copies, device=tensor.device)
-            sources, targets = pairs.unbind(1)
             tensor[:, targets] = tensor[:, sources]

@@ -6,7 +6,7 @@ choose a function.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ from nanovllm.layers.sampler import Sampling
 
 Norm = nn.RMSNorm | None
 Norms = tuple[Norm, Norm]  # of queries and of keys
-
-
-class Pairs(NamedTuple):
-    """Pairs of a row of activations and an expert, sorted by expert: see experts.py."""
-
-    rows: Tensor  # int64 [P]
-    ends: Tensor  # int64 [E]: where the pairs of each expert end
 
 
 class Ops(Protocol):
@@ -46,11 +39,9 @@ class Ops(Protocol):
 
         The tests compare it with attention.paged_attention, the plain reference."""
 
-    def copy_blocks(self, kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
-        """Copies [(from block, to block)] in all layers at once (paper, section 5.1).
-
-        No block is both.
-        """
+    def copy_blocks(self, kv_cache: KVCache, copies: Tensor) -> None:
+        """Copies blocks in all layers at once (paper, section 5.1). `copies` [n, 2], int64 on the
+        device, has the block that is copied and the one that is written. No block is both."""
 
     def add_and_norm(
         self,
@@ -92,8 +83,12 @@ class Ops(Protocol):
 
     # --- models with experts, weights in few bits, layers with states ---
 
-    def grouped_product(self, x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
-        """x [T, in], matrices [E, out, in] -> [P, out]: see experts.product."""
+    def grouped_product(self, *inputs: Any) -> Tensor:
+        """x [T, in], matrices [E, out, in], Pairs -> [P, out]: see experts.product."""
+
+    def experts(self) -> Any:
+        """A module that chooses experts and adds them up: its functions are `choose` and `add_up`
+        in experts.py."""
 
     def quantized_product(self, weight: Groups, num_experts: int | None) -> Quantized:
         """The product with a weight in 8 or 4 bits, kept as this backend reads it fastest: see
@@ -101,8 +96,8 @@ class Ops(Protocol):
         below the other: the product is the grouped product."""
 
     def delta_rule(self, *inputs: Any) -> Tensor:
-        """One token of each sequence by the gated delta rule: takes and returns what decode in
-        topics/hybrid/delta.py does."""
+        """What a layer with states computes between its products: takes a GatedDeltaNet, and what
+        delta_layer in topics/hybrid/delta.py takes."""
 
 
 def try_out(ops: Ops, device: torch.device) -> None:

@@ -193,14 +193,13 @@ def combine_kernel(
             tl.store(out + out_at, result / total, mask=is_dim)
 
 
-def copy_blocks(kv_cache: KVCache, copies: list[tuple[int, int]]) -> None:
+def copy_blocks(kv_cache: KVCache, copies: Tensor) -> None:
     blocks = kv_cache.tensor
-    pairs = torch.tensor(copies, device=blocks.device)
     num_pieces = blocks.shape[:2].numel()  # per block: the keys and the values of each layer
     size = blocks[0, 0, 0].numel()
     part = min(2048, triton.next_power_of_2(size))
-    grid = (len(pairs), num_pieces, triton.cdiv(size, part))
-    copy_blocks_kernel[grid](blocks, pairs, kv_cache.num_blocks, size, part)
+    grid = (len(copies), num_pieces, triton.cdiv(size, part))
+    copy_blocks_kernel[grid](blocks, copies, kv_cache.num_blocks, size, part)
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int, scale: float) -> Tensor:

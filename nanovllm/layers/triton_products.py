@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.layers.experts import Pairs
+
 FEW_ROWS = 16  # of activations, per program: tl.dot takes no fewer, nor fewer numbers
 MANY_ROWS = 64  # where there are many: each tile of rows reads the whole weight
-OUT = 64  # rows of a weight, per program
+OUT = 64  # rows of a weight, per program; fewer of a narrow weight, for PROGRAMS of them
+PROGRAMS = 128
 NUMBERS = {16: 64, 8: 128, 4: 128}  # of a row at a time, by the bits of a weight
 FEW_NUMBERS = 32  # where more would take too many registers
 
@@ -90,7 +93,7 @@ def product_kernel(
     codes,  # of one weight, or of the matrices of all experts, one below the other
     scales,
     zeros,
-    rows,  # of pairs; with one weight, rows and ends are not read
+    order,  # of pairs, and their ends: see experts.py. With one weight, they are not read
     ends,
     num_rows,
     num_out,
@@ -99,6 +102,7 @@ def product_kernel(
     group_size,
     num_experts,
     EXPERTS: tl.constexpr,  # 0: one weight
+    TOP: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     NUMBERS: tl.constexpr,
@@ -120,7 +124,11 @@ def product_kernel(
         out_row = row.to(tl.int64)
         x_row = out_row
         if EXPERTS:
-            x_row = tl.load(rows + row, mask=is_row, other=0)
+            pair = tl.load(order + row, mask=is_row, other=0)
+            if TOP:
+                x_row = pair // TOP
+            else:
+                out_row = pair
         result = tile_product(
             x + x_row[:, None] * num_in, is_row, codes, scales, zeros, weight_row, is_output,
             num_in, num_groups, group_size, ROWS, OUT, NUMBERS, BITS,
@@ -137,17 +145,18 @@ def multiply(
     zeros: Tensor,
     num_groups: int,
     bits: int,
-    pairs: tuple[Tensor, Tensor] | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """x [T, in] times one weight: [T, out], in the dtype of x. With pairs, the weight has the
     matrices of all experts, one below the other, and the result is [P, out]."""
     x = x.contiguous()
     num_rows, num_in = x.shape
     num_experts = 0
-    rows = ends = x
+    order = ends = x
+    top = 0
     if pairs is not None:
-        rows, ends = pairs
-        num_rows = len(rows)
+        order, ends, top = pairs
+        num_rows = len(order)
         num_experts = len(ends)
     num_matrices = max(num_experts, 1)
     num_out = len(codes) // num_matrices
@@ -159,11 +168,14 @@ def multiply(
     most = 64 if has_many else most  # with more, codes of 4 bits take too many registers
     num_tiles = most_tiles(num_rows, num_matrices, tile_rows)
     numbers = max(16, min(most, triton.next_power_of_2(group_size)))
+    is_narrow = num_out < OUT * PROGRAMS and not has_many and pairs is None
+    # the largest power of two
+    tile_out = max(16, triton.next_power_of_2(num_out // PROGRAMS + 1) // 2) if is_narrow else OUT
     out = x.new_empty(num_rows, num_out)
-    product_kernel[(num_tiles, triton.cdiv(num_out, OUT))](
-        out, x, codes, scales, zeros, rows, ends,
+    product_kernel[(num_tiles, triton.cdiv(num_out, tile_out))](
+        out, x, codes, scales, zeros, order, ends,
         num_rows, num_out, num_in, num_groups, group_size, num_experts,
-        triton.next_power_of_2(num_experts), tile_rows, OUT, numbers, bits,
+        triton.next_power_of_2(num_experts), top, tile_rows, tile_out, numbers, bits,
     )  # fmt: skip
     return out
 

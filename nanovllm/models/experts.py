@@ -44,18 +44,6 @@ class Router(Linear):
         self.top = hf_config.num_experts_per_tok
         self.is_normalized = hf_config.norm_topk_prob
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x [T, in] -> the weights of the chosen experts, fp32 [T, top], and the experts, int64
-        [T, top]. Of experts with equal logits, the first ones are chosen."""
-        logits = super().forward(x)
-        weights = logits.float().softmax(-1)
-        weights, chosen = weights.sort(dim=-1, descending=True, stable=True)
-        weights = weights[:, : self.top]
-        chosen = chosen[:, : self.top]
-        if self.is_normalized:
-            weights = weights / weights.sum(-1, True)
-        return weights, chosen
-
 
 class Experts(nn.Module):
     """The experts of a layer. Its result is a sum, to which each rank of tensor parallelism
@@ -79,21 +67,10 @@ class Experts(nn.Module):
         chosen, order = chosen.flatten().sort(stable=True)
         every = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(chosen, every, right=True)
-        of_tokens = Pairs(order // weights.shape[1], ends)
-        gate_up = self.gate_up_proj(x, of_tokens)
+        gate_up = self.gate_up_proj(x, Pairs(order, ends, weights.shape[1]))
         middle = self.ops.silu_and_mul(gate_up)
-        pairs = torch.arange(len(order), device=x.device)
-        of_pairs = Pairs(pairs, ends)
-        y = self.down_proj(middle, of_pairs)
-        # back in the order of tokens, so that a token's sum does not depend on the other tokens
-        in_order = torch.empty_like(y)
-        y = in_order.index_copy_(0, order, y)
-        parts = y.view(*weights.shape, -1)
-        parts = parts * weights.unsqueeze(-1)
-        total = parts[:, 0].clone()
-        for i in range(1, weights.shape[1]):
-            total += parts[:, i]
-        return total.to(x.dtype)
+        y = self.down_proj(middle, Pairs(order, ends, 0))
+        return self.ops.experts().add_up(y, weights)
 
 
 class SparseMLP(nn.Module):
@@ -101,11 +78,14 @@ class SparseMLP(nn.Module):
 
     def __init__(self, hf_config, ops: Ops):
         super().__init__()
+        self.ops = ops
         self.gate = Router(hf_config)
         self.experts = Experts(hf_config, ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x)
+        router = self.gate
+        logits = router(x)
+        weights, chosen = self.ops.experts().choose(logits, router.top, router.is_normalized)
         return self.experts(x, weights, chosen)
 
 

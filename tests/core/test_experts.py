@@ -14,7 +14,7 @@ from checkpoints import check_answers, new_model, random_groups, save
 from extras import needs
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.experts import Pairs
+from nanovllm.layers.experts import Pairs, choose
 from nanovllm.loader import load_config
 from nanovllm.models.experts import Router
 from nanovllm.topics.checks.blocks import check_blocks
@@ -65,7 +65,7 @@ def random_choice(num_rows: int, num_experts: int, top: int, seed: int = 0):
 def random_pairs(num_rows: int, num_experts: int, top: int) -> Pairs:
     chosen = random_choice(num_rows, num_experts, top)
     order = chosen.argsort(stable=True)
-    return Pairs(order // top, chosen.bincount(minlength=num_experts).cumsum(0))
+    return Pairs(order, chosen.bincount(minlength=num_experts).cumsum(0), top)
 
 
 def counts_of(pairs: Pairs):
@@ -103,8 +103,12 @@ def test_a_grouped_product(backend, dtype, num_rows, num_experts, top):
     matrices[counts_of(pairs) == 0] = torch.nan
     device = device_of(backend)
     for place in (lambda part: part.to(device), lambda part: surrounded(part).to(device)):
-        found = ops.grouped_product(place(x), place(matrices), Pairs(*map(place, pairs)))
+        own = Pairs(*map(place, pairs[:2]), top)
+        found = ops.grouped_product(place(x), place(matrices), own)
         check_near(found, exact)
+        rows = x[pairs.rows]  # sorted: the results go back to where the pairs were
+        back = ops.grouped_product(place(rows), place(matrices), own._replace(top=0))
+        check_near(back, torch.empty_like(exact).index_copy_(0, pairs.order, exact))
 
 
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
@@ -122,7 +126,7 @@ def test_a_grouped_product_of_codes(bits, dtype, num_rows, num_experts, top):
     exact = exact_product(x, dequantized(weight).unflatten(0, (num_experts, 70)), pairs)
     for place in (lambda part: part.to(DEVICE), surrounded):
         groups = Groups(*(part if part is None else place(part) for part in weight))
-        found = triton_product.product(place(x), groups, Pairs(*map(place, pairs)))
+        found = triton_product.product(place(x), groups, Pairs(*map(place, pairs[:2]), top))
         check_near(found, exact)
 
 
@@ -149,12 +153,37 @@ def test_weights_and_ties_of_the_router():
     for config.norm_topk_prob, expected in ((True, [0.5, 0.5]), (False, [0.25, 0.25])):
         router = Router(config).requires_grad_(False)
         router.weight.zero_()
-        weights, chosen = router(torch.ones(1, 2))
+        options = (router.top, router.is_normalized)
+        weights, chosen = choose(router(torch.ones(1, 2)), *options)
         assert chosen.tolist() == [[0, 1]] and weights.tolist() == [expected]
     router.weight[3, 0] = torch.tensor(3.0).log()
-    weights, chosen = router(torch.tensor([[1.0, 0.0]]))
+    weights, chosen = choose(router(torch.tensor([[1.0, 0.0]])), *options)
     assert chosen.tolist() == [[3, 0]]
     torch.testing.assert_close(weights, torch.tensor([[0.5, 1 / 6]]))
+
+
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize("num_experts, top", [(5, 5), (16, 3), (100, 8), (1, 1)])
+@backends()
+def test_the_choice_and_the_sum(backend, num_experts, top, is_normalized, dtype):
+    """Half of the logits have a tie; the first of equal ones is chosen. Sums to the last bit, in any company."""
+    ops, device = ops_of(backend), device_of(backend)
+    generator = torch.Generator().manual_seed(num_experts)
+    logits = 3 * torch.randn(7, num_experts, generator=generator)
+    logits[::2] = logits[::2].round()
+    expected, experts = choose(logits.to(dtype), top, is_normalized)
+    weights, chosen = ops.experts().choose(logits.to(device, dtype), top, is_normalized)
+    assert torch.equal(chosen.cpu(), experts) and weights.dtype == torch.float32
+    torch.testing.assert_close(weights.cpu(), expected)
+    y = torch.randn(7 * top, 1030, generator=generator).to(dtype)
+    exact = (y.double().view(7, top, -1) * expected.double().unsqueeze(-1)).sum(1)
+    total = ops.experts().add_up(y.to(device), expected.to(device))
+    assert total.dtype == dtype
+    check_near(total, exact)
+    alone = ops.experts().add_up(y[-top:].to(device), expected[-1:].to(device))
+    assert torch.equal(alone, total[-1:])
 
 
 @backends(triton=0)

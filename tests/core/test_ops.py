@@ -128,7 +128,7 @@ def test_copy_blocks(backend, block_size, kv_heads, head_dim, dtype):
     for source, target in copies:
         expected[:, :, target] = cache[:, :, source]
     copied = KVCache(cache)
-    ops_of(backend).copy_blocks(copied, copies)
+    ops_of(backend).copy_blocks(copied, torch.tensor(copies, device=cache.device))
     assert torch.equal(copied.tensor, expected)
 
 

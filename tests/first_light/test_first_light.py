@@ -26,7 +26,7 @@ PROBLEM = machine.interpreter_problem()
 )  # for the others: test_check_kernels.py
 def test_a_part_works_in_the_interpreter(part, shape, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    facts = first_light.part_in_process(part, True, shape)
+    *_, facts = first_light.part_in_process(part, True, shape)
     assert "error" not in facts, facts
     assert part != "speed" or 0 < facts["2 sequences"]["share_of_roofline"] < 1
 
@@ -62,7 +62,7 @@ def test_a_part_that_fails_is_told_with_what_it_most_likely_is(tmp_path, monkeyp
     """The others run. A wrong answer is a failure, and so is the end of a process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     results = {"torch": {"error": "wrong answers"}, "triton": {"error": "exit status -11"}}
-    monkeypatch.setattr(first_light, "part_in_process", lambda name, *_: results.get(name, {}))
+    monkeypatch.setattr(first_light, "part_in_process", lambda name, *_: [results.get(name, {})])
     file = tmp_path / "light.json"
     with pytest.raises(SystemExit) as ended:
         first_light.run(first_light.Namespace(file=file, small=False, shape="dense"))
@@ -79,8 +79,20 @@ def test_without_a_gpu_nothing_is_tried_and_nothing_written(tmp_path, monkeypatc
 
 
 def test_a_process_that_fails():
-    error = first_light.part_in_process("no such part", False)["error"]
-    assert error == "exit status 1: KeyError: 'no such part'"
+    (facts,) = first_light.part_in_process("no such part", False)
+    assert facts["error"] == "exit status 1: KeyError: 'no such part'"
+
+
+def test_a_part_that_is_ended_keeps_what_it_has_found(monkeypatch, tmp_path):
+    """A line of JSON for each batch. Other lines are not read."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho hello\necho '{\"1 sequences\": 1}'\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(first_light.sys, "executable", str(program))
+    monkeypatch.setattr(first_light, "SECONDS", 0.3)
+    first, last = first_light.part_in_process("speed", False)
+    assert first == {"1 sequences": 1} and last.items() > first.items()
+    assert last["error"].startswith("exit status -9: ended after 0 s")
 
 
 def test_wrong_answers_are_an_error(monkeypatch):

@@ -3,6 +3,8 @@
 Run: pytest tests/hybrid/test_delta.py
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
-from nanovllm.layers.batch import Batch
+from nanovllm.backends import torch_ops
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.topics.hybrid import delta
 
@@ -78,19 +80,20 @@ def test_in_any_chunking_the_same(lengths, seed):
     torch.testing.assert_close(state, last, atol=1e-6, rtol=1e-5)
 
 
-def rows_of(counts: list[int], starts: list[int], slots: list[int], width: int) -> delta.StateRows:
-    ends = torch.tensor([0, *counts]).cumsum(0)
-    batch = Batch(
-        kv_cache=KVCache(torch.zeros(2, 1, 1, 1, 1, 1)),
+def batch_of(counts, starts, slots, width, states=(), device="cpu") -> delta.StateBatch:
+    ends = torch.tensor([0, *counts], device=device).cumsum(0)
+    contexts = [start + count for start, count in zip(starts, counts)]
+    return delta.StateBatch(
+        kv_cache=KVCache(torch.zeros(2, 1, 1, 1, 1, 1), states),
         slot_mapping=torch.zeros(sum(counts), dtype=torch.int64),
         cu_seqlens_q=ends.int(),
-        context_lens=torch.tensor([s + n for s, n in zip(starts, counts)], dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         cu_blocks=torch.zeros(len(counts) + 1, dtype=torch.int32),
-        state_slots=torch.tensor(slots),
+        state_slots=torch.tensor(slots, device=device),
         block_tables=torch.zeros(0, dtype=torch.int32),
         num_decodes=sum(count == 1 for count in counts),
+        width=width,
     )
-    return delta.StateRows(batch, width)
 
 
 @pytest.mark.parametrize("width", [1, 3, 5])
@@ -106,7 +109,8 @@ def test_the_convolution_reads_the_tail_of_its_own_sequence(width):
     for counts in ([1, 2, 5], [1, 1, 2], [1, 4, 1], [6, 0, 0]):
         running = sorted((b for b in range(3) if counts[b]), key=lambda b: counts[b] > 1)
         chosen = [counts[b] for b in running]
-        rows = rows_of(chosen, [done[b] for b in running], [3 - b for b in running], width)
+        starts = [done[b] for b in running]
+        rows = batch_of(chosen, starts, [3 - b for b in running], width).rows
         x = torch.cat([sequences[b][done[b] : done[b] + counts[b]] for b in running])
         for b, part in zip(running, delta.convolve(x, weight, tails, rows).split(chosen)):
             results[b].append(part)
@@ -118,37 +122,59 @@ def test_the_convolution_reads_the_tail_of_its_own_sequence(width):
     assert tails[[0, 4]].isnan().all()  # no other slot was written
 
 
+def new_layer(key_heads, key_size, heads, value_size, width=3) -> delta.GatedDeltaNet:
+    sizes = dict(num_key_heads=key_heads, key_head_dim=key_size, num_value_heads=heads)
+    sizes |= dict(value_head_dim=value_size, conv_kernel_dim=width + 1)
+    config = SimpleNamespace(**{f"linear_{name}": size for name, size in sizes.items()})
+    config.hidden_size, config.rms_norm_eps = 8, 1e-6
+    layer = delta.GatedDeltaNet(config, 0, torch_ops).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_()  # decays of all sizes
+    layer.norm.weight.uniform_(0.5, 1.5)
+    return layer
+
+
+# tokens, tokens before, slot: old and new sequences, padding, tails that are longer than a chunk
+DECODES = [(1, 9, 5), (1, 0, 3), (1, 2, 1), (1, 0, 0), (1, 0, 0)]
+CHUNKS = [(2, 5, 6), (18, 0, 7), (3, 40, 4)]
+
+
+@pytest.mark.slow(but_every=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("sequences", [DECODES, DECODES[:3] + CHUNKS])
+@pytest.mark.parametrize("sizes", [(2, 8, 4, 12), (1, 128, 1, 64), (3, 20, 3, 40)])
 @backends()
-@pytest.mark.parametrize(
-    "heads, sizes, value_size", [(4, (2, 8), 12), (3, (3, 20), 40), (2, (1, 128), 64)]
-)
-def test_the_kernels_of_a_decode(backend, heads, sizes, value_size):
-    """StateRows that share a key head, columns in several parts, a new sequence, padding rows; no other slot is written."""
-    decode = ops_of(backend).delta_rule
+def test_the_kernels_of_a_layer(backend, sizes, sequences, dtype):
+    """States in several parts, several channels to a program; no other slot is written."""
+    torch.manual_seed(3)
+    layer = new_layer(*sizes)
     device = device_of(backend)
-    generator = torch.Generator().manual_seed(3)
-    channels = 2 * sizes[0] * sizes[1] + heads * value_size
-    qkv = torch.randn(5, channels, generator=generator)
-    log_decay = -(torch.rand(5, heads, generator=generator) ** 4) * 20
-    beta = torch.rand(5, heads, generator=generator)
-    states = torch.randn(7, heads, sizes[1], value_size, generator=generator)
-    states[[0, 3]] = torch.nan
-    slots, is_new = torch.tensor([5, 3, 1, 0, 6]), torch.tensor([0, 1, 0, 1, 0]).bool()
-    expected_states = states.clone()
-    expected = delta.decode(qkv, log_decay, beta, sizes, expected_states, slots, is_new)
-    on_device = states.to(device)
-    rest = (on_device, slots.to(device), is_new.to(device))
-    out = decode(*(x.to(device) for x in (qkv, log_decay, beta)), sizes, *rest)
-    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(on_device[1:].cpu(), expected_states[1:], atol=1e-5, rtol=1e-4)
-    assert on_device[[2, 4]].cpu().equal(states[[2, 4]])
+    counts, starts, slots = zip(*sequences)
+    key_heads, key_size, heads, value_size = sizes
+    shapes = [(3, layer.sizes[0]), (heads, key_size, value_size)]
+    states = [torch.randn(1, 11, *shape) for shape in shapes]
+    used = [slot for _, start, slot in sequences if start]
+    for state in states:
+        state[:, [slot for slot in range(11) if slot not in used]] = torch.nan
+    qkvz = torch.randn(sum(counts), sum(layer.sizes)).to(dtype)
+    ba = 4 * torch.randn(sum(counts), 2 * sizes[2]).to(dtype)
+    results = []
+    for ops, place in ((torch_ops, "cpu"), (ops_of(backend), device)):
+        own = [state.to(place, copy=True) for state in states]
+        batch = batch_of(counts, starts, slots, 3, own, place)
+        out = ops.delta_rule(layer.to(place), qkvz.to(place), ba.to(place), batch)
+        assert out.dtype == dtype
+        results.append([out.cpu().float(), *(state[:, 1:].cpu() for state in own)])
     if backend == "triton":  # where a recorded step has several padding rows at once
-        assert on_device[0].isnan().all()
+        assert all(state[:, 0].isnan().all() for state in own)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-3
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=1e-3, equal_nan=True)
 
 
 def test_padding_and_new_sequences_read_zeros():
     """Slot 0 is always read as zeros: it may hold anything, NaN too."""
-    rows = rows_of([1, 1, 1], [7, 0, 7], [0, 1, 2], 3)
+    rows = batch_of([1, 1, 1], [7, 0, 7], [0, 1, 2], 3).rows
     assert rows.is_new.tolist() == [True, True, False]
     qkv, log_decay, beta = inputs(3)
     states = torch.full((3, HEADS, 8, 12), torch.nan)

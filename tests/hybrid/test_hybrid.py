@@ -296,7 +296,7 @@ def test_samples_copy_the_state_of_their_prompt(num_blocks, model):
     params = SamplingParams(n=3, temperature=1, seed=4, max_tokens=11, ignore_eos=True, logprobs=0)
     copies: list = []
     copy = llm.runner.kv_cache.copy_slots
-    llm.runner.kv_cache.copy_slots = lambda pairs: (copies.extend(pairs), copy(pairs))
+    llm.runner.kv_cache.copy_slots = lambda pairs: (copies.extend(pairs.tolist()), copy(pairs))
     outputs = check_answers(reference, llm, prompts, params, is_greedy=False)
     assert len(copies) >= 2 * len(prompts)  # of three owners, the last one copies nothing
     assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 10)

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,6 +25,8 @@ from triton.compiler import ASTSource
 from nanovllm.backends import triton_ops
 from nanovllm.layers import (
     triton_attention,
+    triton_delta,
+    triton_experts,
     triton_int8,
     triton_plan,
     triton_products,
@@ -33,7 +36,7 @@ from nanovllm.layers.batch import Batch
 from nanovllm.layers.experts import Pairs
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.sampler import Sampling
-from nanovllm.topics.hybrid import triton_delta
+from nanovllm.topics.hybrid.delta import StateBatch
 from nanovllm.topics.quantization import triton_product
 from nanovllm.topics.quantization.groups import Groups
 
@@ -85,7 +88,9 @@ class Noted:
             names = [launch.name for launch in self.launches]
             name = ("prefill" if f"decode{is_int8}" in names else "decode") + is_int8
         if name == "norm_and_rotate" and constants["HAS_CACHE"]:
-            name = "rotate_and_store"
+            name = "rotate_and_store" + "_int8" * (constants["k_cache"].dtype == torch.int8)
+        if constants.get("VALUES") == 8 or (name == "convolve" and constants["TOKENS"] > 1):
+            name += "_of_prompts"
         if name == "product":
             name = "grouped_" * (constants["EXPERTS"] > 0) + f"{name}_{constants['BITS']}_bits"
         self.launches.append(Launch(name, self.kernel, args, options))
@@ -103,6 +108,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             triton_ops,
             triton_sampler,
             triton_products,
+            triton_experts,
         )
         modules += (triton_delta,)
         for module in modules:
@@ -117,7 +123,7 @@ def launches_of(head_dim: int, group: int, dtype: torch.dtype, is_whole: bool) -
             launch_layers(half)
             launch_products(half)
             launch_experts(half)
-            launch_delta()
+            launch_delta(half)
     return launches
 
 
@@ -139,7 +145,7 @@ def launch_attention(head_dim: int, group: int, half: Any, cache: Tensor) -> Non
     batch.layout = {}
     with mock.patch.object(triton_plan, "share_of", lambda *args: 66):  # an H100's
         triton_attention.paged_attention(half(96, KV_HEADS * group, head_dim), batch, 0, 0.1)
-    triton_attention.copy_blocks(batch.kv_cache, [(0, 1)])
+    triton_attention.copy_blocks(batch.kv_cache, longs(1, 2))
 
 
 def launch_layers(half: Any) -> None:
@@ -163,7 +169,9 @@ def launch_products(half: Any) -> None:
 
 def launch_experts(half: Any) -> None:
     """16 tokens in Qwen3-30B-A3B, whose experts have 1,536 x 2,048 numbers."""
-    pairs = Pairs(longs(128), longs(128))  # as many as experts
+    pairs = Pairs(longs(128), longs(128), 8)  # as many as experts
+    triton_experts.choose(half(16, 128), 8, True)
+    triton_experts.add_up(half(128, 2048), empty(16, 8))
     x, num_out, num_in = half(16, 2048), 1536, 2048
     triton_ops.grouped_product(x, half(128, num_out, num_in), pairs)
     codes, scales = (
@@ -176,12 +184,19 @@ def launch_experts(half: Any) -> None:
     triton_product.product(x, Groups(rows, empty(128 * num_out, 1), None), pairs)
 
 
-def launch_delta() -> None:
-    """Sizes are Qwen3.5-0.8B's: 16 heads of 128 numbers, and channels for q, k and v."""
-    gates, states = empty(32, 16), empty(33, 16, 128, 128)
-    is_new = empty(32, dtype=torch.bool)
-    qkv = empty(32, 3 * 16 * 128)
-    triton_delta.decode(qkv, gates, gates, (16, 128), states, longs(32), is_new)
+def launch_delta(half: Any) -> None:
+    """Sizes are Qwen3.5-0.8B's: 16 heads of 128 numbers, and channels for q, k and v; decodes, and prompts."""
+    num_values, channels = 16 * 128, 3 * 16 * 128
+    layer = SimpleNamespace(index=0, key_sizes=(16, 128), sizes=[channels, num_values])
+    layer.conv1d = SimpleNamespace(weight=empty(channels, 1, 4))
+    layer.A_log = layer.dt_bias = empty(16)
+    layer.norm = SimpleNamespace(weight=empty(128), eps=1e-6)
+    cache: Any = SimpleNamespace(states=[empty(1, 33, 3, channels), empty(1, 33, 16, 128, 128)])
+    for num_decodes in (32, 0):
+        slots = {"state_slots": longs(32), "num_decodes": num_decodes, "width": 3}
+        lengths = (ints(33), ints(32), ints(33))
+        batch = StateBatch(cache, longs(32), *lengths, block_tables=ints(9), **slots)
+        triton_delta.delta_layer(layer, half(32, channels + num_values), half(32, 32), batch)
 
 
 def compiled(launch: Launch, capability: int) -> Any:

@@ -11,7 +11,9 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -334,6 +336,36 @@ def test_share_of_requests_with_the_same_tokens():
     theirs = result_of([1.0]) | {"runs": [run_of(1.0, [1], [9]), run_of(1.0, [3], [4])]}
     assert summary(theirs, ours, 2, is_greedy=True)["same_tokens"] == 0.75
     assert "same_tokens" not in summary(theirs, ours, 2, is_greedy=False)
+
+
+@contextmanager
+def ended_turns(pythons):
+    """Ctrl-C comes in the third round."""
+    facts = dict.fromkeys([*bench.FOLLOWED, "device_name", "cpu_capability"], "some")
+    result = result_of([]) | facts
+
+    def play(*args):
+        for seconds in (2.0, 4.0):
+            result["runs"].append(run_of(seconds, [1], ttft=seconds))
+            yield
+        raise KeyboardInterrupt
+
+    turns = SimpleNamespace(play=play, start=lambda job: facts, foreign_shares=[0.0])
+    turns.results = lambda: {"nanovllm": result}
+    yield turns
+
+
+def test_a_benchmark_that_is_ended_keeps_its_rounds(monkeypatch, tmp_path, capsys):
+    """Its last round is not observed."""
+    file = tmp_path / "out.json"
+    monkeypatch.setattr(bench, "Turns", ended_turns)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--cold", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    report = json.loads(file.read_bytes())
+    assert ended.value.code == 1 and report["rounds"] == 2
+    assert report["engines"]["nanovllm"]["seconds"] == [2, 4]
+    assert "2 rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

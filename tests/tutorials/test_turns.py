@@ -75,7 +75,8 @@ def play(record: Path, names: list[str], num_rounds: int = 2, **how) -> tuple[di
     with Turns(dict.fromkeys(names, python)) as all_turns:
         for name in names:
             all_turns.start(Job(str(record), name))
-        all_turns.play(num_rounds, **how)
+        for _ in all_turns.play(num_rounds, **how):
+            pass
     return all_turns.results(), record.read_text(encoding="utf-8").splitlines()
 
 

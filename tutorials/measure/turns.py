@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -162,8 +162,11 @@ class Turns:
         self.check_ours()
         return worker.facts
 
-    def play(self, num_rounds: int, warm_up: int = WARM_UP, few: Sequence[int] = ()) -> None:
-        """The rounds, some with only the first requests, and one more of ours, which is observed."""
+    def play(
+        self, num_rounds: int, warm_up: int = WARM_UP, few: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """The rounds, some with only the first requests, and one more of ours, which is observed.
+        Yields after each round that counts, and at the end."""
         num_rounds += warm_up
         for number in range(num_rounds):
             for name in self.order(number):
@@ -176,12 +179,15 @@ class Turns:
                 ", ".join(f"{name} {time['seconds']:.2f} s" for name, time in times.items()),
                 file=sys.stderr,
             )
+            if number >= warm_up:
+                yield
         for number, count in enumerate([count for count in few for _ in range(FEW)], num_rounds):
             for name in self.order(number):
                 answer = self.turn(name, "round", number, count)
                 self.workers[name].few.setdefault(count, []).append(answer)
         ours = next(iter(self.workers))
         self.workers[ours].facts |= self.turn(ours, "observe", num_rounds + FEW * len(few))
+        yield
 
     def order(self, number: int) -> list[str]:
         """Of the engines that are alive, in a round."""

@@ -29,6 +29,7 @@ OPERATIONS = (
     "rotate_and_store",
     "silu_and_mul",
     "paged_attention",
+    "experts",
 )
 
 
@@ -80,7 +81,8 @@ def check_kernels(runner: Any) -> None:
         expected = hidden_states(runner, decode, runner.ops)
         hidden, _ = runner.forward(decode)
         errors["a recorded step"] = error(hidden[:1], expected)
-    runner.ops.copy_blocks(cache, [(0, num_blocks)])
+    copies = torch.tensor([(0, num_blocks)], device=runner.device)
+    runner.ops.copy_blocks(cache, copies)
     is_same = used[:, :, 0].equal(used[:, :, num_blocks])
     errors["copy_blocks"] = float(not is_same)
     errors["sample"] = error_of_draws(runner, generator)
@@ -145,8 +147,8 @@ def error_of_experts(stack: Stack, runner: Any, generator: torch.Generator) -> f
     chosen = torch.randint(num_experts, (64,), **options)
     chosen[:32] = num_experts - 1
     counts = chosen.bincount(minlength=num_experts)
-    rows = torch.randint(16, (64,), **options)
-    pairs = Pairs(rows, counts.cumsum(0))
+    order = torch.randperm(64, **options)
+    pairs = Pairs(order, counts.cumsum(0), 4)
     x = torch.randn(16, num_in, **options)
     x = x.to(runner.dtype)
     found = stack(x, pairs)

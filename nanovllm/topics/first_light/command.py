@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory, TemporaryFile
+from threading import Timer
 from timeit import repeat
 from typing import Any, NamedTuple
 
@@ -115,6 +117,7 @@ def speed(options: dict, is_small: bool, name: str = "dense") -> dict[str, Any]:
         not_read = round(not_hit) * costs.itemsize
         count = 4 if is_small else 40
         facts[f"{batch} sequences"] = speed_of(llm, batch, copied, count, not_read)
+        print(json.dumps(facts), flush=True)
     # after all times: steps may be slower once there was a profiler
     for batch in reversed(batches):
         run_only(llm, batch, 0)
@@ -237,18 +240,26 @@ PARTS = {  # from what needs least to what is usual
 }
 
 
-def part_in_process(name: str, is_small: bool, shape: str = "dense") -> dict[str, Any]:
-    """Runs a part in a process of its own. The shape is that of the part `speed`."""
+def part_in_process(name: str, is_small: bool, shape: str = "dense") -> Iterator[dict[str, Any]]:
+    """Runs a part in a process of its own. Yields its facts, whenever it has found more. The shape
+    is that of the part `speed`."""
     command = [sys.executable, "-m", __name__, name, shape, *["--small"] * is_small]
-    try:
-        limit = None if is_small else SECONDS
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it has not ended within {SECONDS:.0f} seconds"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    *_, last = done.stderr.strip().splitlines() or ["nothing was printed"]
-    return {"error": f"exit status {done.returncode}: {last}", "stderr": done.stderr[-4000:]}
+    facts: dict[str, Any] = {}
+    with TemporaryFile("w+") as log, Popen(command, stdout=PIPE, stderr=log, text=True) as process:
+        timer = Timer(SECONDS * (10 if is_small else 1), process.kill)
+        timer.daemon = True
+        timer.start()
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                facts = json.loads(line)
+                yield facts
+        timer.cancel()
+        if process.wait():
+            log.seek(0)
+            errors = log.read()
+            *_, last = errors.strip().splitlines() or [f"ended after {SECONDS:.0f} s, or crashed"]
+            error = f"exit status {process.returncode}: {last}"
+            yield facts | {"error": error, "stderr": errors[-4000:]}
 
 
 def run(args: Namespace) -> None:
@@ -261,9 +272,11 @@ def run(args: Namespace) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     report: dict[str, dict] = {}
     for name, part in PARTS.items():
-        # after each part: what is found is kept, and a file that cannot be written is told at once
+        # at once: what is found is kept, and a file that cannot be written is told
         write(report, args.file)
-        report[name] = part_in_process(name, args.small, args.shape)
+        for found in part_in_process(name, args.small, args.shape):
+            report[name] = found
+            write(report, args.file)
         facts = {key: value for key, value in report[name].items() if key != "stderr"}
         state = "failed:" if "error" in facts else "works: "
         print(f"{name:8}", state, json.dumps(facts), flush=True)
@@ -271,7 +284,6 @@ def run(args: Namespace) -> None:
             print(f"{'':8} most likely {part.hint}", flush=True)
             if name == "machine":
                 break
-    write(report, args.file)
     print(f"Written: {args.file}. Please send it as an issue, also if all works.")
     sys.exit(any("error" in facts for facts in report.values()))
 

@@ -11,7 +11,9 @@ A decode does just that. `chunked` computes the same for all tokens of a prompt 
 products.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ class StateRows:
     """Where the tokens of a step lie, and which slot each sequence has: once for all layers.
 
     `width` is the number of earlier tokens that the convolution reads: the tail. Each sequence's
-    tail is put before its tokens. The shapes do not depend on data, so a CUDA graph may replay it.
+    tail is put before its tokens.
     """
 
     def __init__(self, batch: Batch, width: int):
@@ -62,7 +64,11 @@ class StateRows:
 class StateBatch(Batch):
     """A batch of a model with states."""
 
-    rows: StateRows = field(kw_only=True)
+    width: int = field(kw_only=True)  # of a tail
+
+    @cached_property
+    def rows(self) -> StateRows:
+        return StateRows(self, self.width)
 
 
 def state_shapes(hf_config) -> list[tuple[int, ...]]:
@@ -84,7 +90,6 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.index = index
         (width, channels), (heads, _, value_size) = state_shapes(hf_config)
-        self.value_heads = heads
         self.key_sizes = (hf_config.linear_num_key_heads, hf_config.linear_key_head_dim)
         num_values = heads * value_size
         self.sizes = [channels, num_values]  # of qkv and z
@@ -108,56 +113,69 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden_size] -> the same shape. Advances the states of the step's sequences."""
         assert isinstance(batch, StateBatch), "HybridModel makes one of each batch"
-        rows = batch.rows
-        # [slots, width, channels] and [slots, value heads, key size, value size], fp32
-        tails, states = [kind[self.index] for kind in batch.kv_cache.states]
         qkvz = self.in_proj_qkvz(x)
-        qkv, z = qkvz.split(self.sizes, 1)
-        b, a = self.in_proj_ba(x).float().chunk(2, 1)
-        weight = self.conv1d.weight.squeeze(1)
-        qkv = convolve(qkv, weight, tails, rows)
-        speed = self.A_log.exp()
-        log_decay = -speed * F.softplus(a + self.dt_bias)
-        values = self.attend(qkv, log_decay, b.sigmoid(), states, rows)
-        normed = self.norm(values).flatten(1)
-        gated = normed * F.silu(z.float())
-        return self.out_proj(gated.to(x.dtype))
+        ba = self.in_proj_ba(x)
+        return self.out_proj(self.ops.delta_rule(self, qkvz, ba, batch))
 
-    def attend(
-        self,
-        qkv: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        states: Tensor,
-        rows: StateRows,
-    ) -> Tensor:
-        """The delta rule for all tokens: [T, value heads, value size] fp32."""
-        sizes = self.key_sizes
-        n = rows.num_decodes
-        parts = []
-        if n:
-            out = self.ops.delta_rule(
-                qkv[:n],
-                log_decay[:n],
-                beta[:n],
-                sizes,
-                states,
-                rows.slots[:n],
-                rows.is_new[:n],
-            )
-            parts.append(out)
-        for b, tokens in rows.chunks:
-            slot = rows.slots[b : b + 1]  # for a number, the host would wait for the device
-            state = states[slot].squeeze(0).masked_fill(rows.is_new[b], 0)
-            heads = heads_of(qkv[tokens], sizes, self.value_heads)
-            gates = (log_decay[tokens], beta[tokens])
-            inputs = (*heads, *gates)
-            by_head = [part.transpose(0, 1) for part in inputs]
-            by_head.append(state)
-            out, state = chunked(*by_head)
-            states[slot] = state.unsqueeze(0)
-            parts.append(out.transpose(0, 1))
-        return torch.cat(parts)
+
+def delta_layer(
+    decode: Callable,
+    layer: GatedDeltaNet,
+    qkvz: Tensor,
+    ba: Tensor,
+    batch: StateBatch,
+) -> Tensor:
+    """What a GatedDeltaNet computes between its products: [T, values] in the dtype of qkvz."""
+    rows = batch.rows
+    # [slots, width, channels] and [slots, value heads, key size, value size], fp32
+    tails, states = [kind[layer.index] for kind in batch.kv_cache.states]
+    qkv, z = qkvz.split(layer.sizes, 1)
+    b, a = ba.float().chunk(2, 1)
+    weight = layer.conv1d.weight.squeeze(1)
+    qkv = convolve(qkv, weight, tails, rows)
+    speed = layer.A_log.exp()
+    log_decay = -speed * F.softplus(a + layer.dt_bias)
+    gates = (log_decay, b.sigmoid())
+    values = attend(qkv, *gates, layer.key_sizes, states, rows, decode)
+    normed = layer.norm(values).flatten(1)
+    gated = normed * F.silu(z.float())
+    return gated.to(qkvz.dtype)
+
+
+def attend(
+    qkv: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    sizes: tuple[int, int],
+    states: Tensor,
+    rows: StateRows,
+    decode: Callable,
+) -> Tensor:
+    """The delta rule for all tokens: [T, value heads, value size] fp32."""
+    n = rows.num_decodes
+    parts = []
+    if n:
+        out = decode(
+            qkv[:n],
+            log_decay[:n],
+            beta[:n],
+            sizes,
+            states,
+            rows.slots[:n],
+            rows.is_new[:n],
+        )
+        parts.append(out)
+    for b, tokens in rows.chunks:
+        slot = rows.slots[b : b + 1]  # for a number, the host would wait for the device
+        state = states[slot].squeeze(0).masked_fill(rows.is_new[b], 0)
+        heads = heads_of(qkv[tokens], sizes, states.shape[1])
+        inputs = (*heads, log_decay[tokens], beta[tokens])
+        by_head = [part.transpose(0, 1) for part in inputs]
+        by_head.append(state)
+        out, state = chunked(*by_head)
+        states[slot] = state.unsqueeze(0)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
 
 
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, rows: StateRows) -> Tensor:

@@ -19,7 +19,7 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary import rope_settings, rope_table
 from nanovllm.models.dense import MLP, Attention, DenseModel, check_supported, head_dim_of
 from nanovllm.models.experts import OneByOne, SparseMLP, check_experts
-from nanovllm.topics.hybrid.delta import GatedDeltaNet, StateBatch, StateRows, state_shapes
+from nanovllm.topics.hybrid.delta import GatedDeltaNet, StateBatch, state_shapes
 
 KINDS = ["full_attention", "linear_attention"]  # of layers
 
@@ -183,5 +183,5 @@ class HybridModel(DenseModel):
         return shape._replace(states=states, num_slots=num_slots)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        with_rows = StateBatch(**vars(batch), rows=StateRows(batch, self.width))
-        return super().forward(input_ids, positions, with_rows)
+        with_states = StateBatch(**vars(batch), width=self.width)
+        return super().forward(input_ids, positions, with_states)

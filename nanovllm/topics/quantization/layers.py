@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
+from nanovllm.layers.experts import Pairs
 from nanovllm.layers.linear import Groups, Linear, Quantized
-from nanovllm.layers.ops import Ops, Pairs
+from nanovllm.layers.ops import Ops
 from nanovllm.models.dense import head_dim_of
 from nanovllm.models.experts import Router
 from nanovllm.topics.quantization import int8

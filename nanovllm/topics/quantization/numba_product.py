@@ -79,8 +79,8 @@ def product_of(weight: Groups, num_experts: int | None) -> Quantized:
         return one_by_one
 
     def few_pairs(x: Tensor, _: Groups, pairs: Pairs) -> Tensor:
-        if len(pairs.rows) > FEW_ROWS * num_experts:
+        if len(pairs.order) > FEW_ROWS * num_experts:
             return one_by_one(x, pairs)
-        return multiply(x[pairs.rows], weight, pairs.ends)
+        return pairs.placed(multiply(x[pairs.rows], weight, pairs.ends))
 
     return Product(weight, few_pairs)
