@@ -25,7 +25,6 @@ CHAT = {"messages": [{"role": "user", "content": "what is 20 + 30?"}]}
 POSTS = {
     COMPLETIONS: SMALL,
     CHATS: {**CHAT, "max_tokens": 1},
-    "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -77,7 +76,8 @@ def test_another_model_does_not_exist(server, path):
 
 
 def test_what_no_route_answers(server):
-    assert checked_error(server.http.get("/v1/nothing"), 404)["type"] == "not_found_error"
+    for path in ("/v1/nothing", "/v1/responses"):
+        assert server.refused(path, {"input": "a"}, 404)["type"] == "not_found_error"
     response = server.http.get(COMPLETIONS)
     checked_error(response, 405)
     assert response.headers["allow"] == "POST"

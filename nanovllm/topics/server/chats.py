@@ -13,7 +13,7 @@ from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.topics.server.answers import Answers, TokenTexts
 from nanovllm.topics.server.errors import Refused
-from nanovllm.topics.server.parsing import THINK, Parser, Parts
+from nanovllm.topics.server.parsing import THINK, Parser
 from nanovllm.topics.server.protocol import Body, Strict
 from nanovllm.topics.server.tool_calls import Functions
 from nanovllm.topics.server.tool_forms import Form, grammar_of_calls
@@ -254,14 +254,10 @@ class ChatCompletions(Answers):
             return "tool_calls"
         return super().reason(one)
 
-    def parts(self, one: CompletionOutput) -> Parts:
-        """The parts of a whole output, or of its new text."""
-        return self.parsers[one.index].add(one.text, one.finish_reason is not None)
-
     def content(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
-        parts = self.parts(one)
+        parts = self.parsers[one.index].add(one.text, one.finish_reason is not None)
         message: dict[str, Any] = {"content": parts.content or self.no_content}
         if parts.reasoning and self.has_reasoning:
             message["reasoning"] = parts.reasoning

@@ -116,8 +116,8 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class CallBody(Strict):
-    """The fields of all calls that the model answers."""
+class Body(Strict):
+    """The fields that completions and chats share."""
 
     model: str | None = None
     stream: bool = False
@@ -125,11 +125,6 @@ class CallBody(Strict):
     user: str | None = None
     metadata: dict | None = None
     request_id: Word | None = None
-
-
-class Body(CallBody):
-    """The fields that completions and chats share."""
-
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: float | None = None
     top_p: float | None = None
