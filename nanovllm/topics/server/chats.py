@@ -245,7 +245,7 @@ class ChatCompletions(Answers):
             before = ""  # the form starts at once: there is no reasoning
         self.no_content = "" if not body.forces_calls else None
         is_bare = inputs.tool_form.is_bare
-        arguments = (before, bool(functions), most_calls, functions, is_bare)
+        arguments = (before, bool(functions), most_calls, functions, is_bare, body.forces_calls)
         self.parsers = [Parser(*arguments) for _ in range(request.params.n)]
         self.has_reasoning = body.include_reasoning
 

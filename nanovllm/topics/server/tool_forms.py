@@ -6,14 +6,13 @@ text around the name, the arguments and the id is the form of the model.
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from logging import Logger
 from typing import Any
 
 from nanovllm.processing.messages import Chat
 from nanovllm.topics.server.parsing import Parser
-from nanovllm.topics.server.tool_calls import MARKS, Functions, kinds_of, options_of
+from nanovllm.topics.server.tool_calls import MARKS, Functions
 
 QUESTION = "a question"
 NAME = "probe_name"
@@ -131,13 +130,13 @@ def grammar_of_calls(form: Form, functions: Functions, is_parallel: bool) -> str
     """A grammar, as Lark writes it, of one call or several."""
     rules = ["ID: /[a-zA-Z0-9]{9}/"]
     for i, (name, schema) in enumerate(functions.items()):
-        *rest, arguments = rules_of_tags(i, schema) if form.is_tagged else [of_json(schema)]
+        arguments = of_tags(schema) if form.is_tagged else of_json(schema)
         holes = {NAME: form.literal(json.dumps(name)[1:-1]), ID: "ID"}
         parts = []
         for part in HOLES.split(form.call):
             is_hole = HOLES.fullmatch(part)
             parts.append(holes.get(part, arguments) if is_hole else form.literal(part))
-        rules += [f"call_{i}: {' '.join(parts)}", *rest]
+        rules.append(f"call_{i}: {' '.join(parts)}")
     calls = " | ".join(f"call_{i}" for i in range(len(functions)))
     more = f"({form.literal(form.between)} call)*" if is_parallel and form.between else ""
     start = f"start: {form.literal(form.begin)} call {more} {form.literal(form.end)}"
@@ -148,33 +147,13 @@ def of_json(schema: dict) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def rules_of_tags(i: int, schema: dict) -> Iterator[str]:
-    """The rules for texts of function i, and what stands for its parameters: each is JSON, or text
-    up to the end tag."""
+def of_tags(schema: dict) -> str:
+    """The parameters of a function, each between its tags. A text is JSON, too: the schema then
+    says all of it."""
     places = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parameters = []
-    for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        values = []
-        for k, option in enumerate(options_of(value, schema)):
-            if kinds_of(option) - {"string"}:
-                values.append(f"{of_json({**option, **places})} {END_OF_VALUE}")
-            else:
-                values.append(f"TEXT_{i}_{j}_{k}")
-                yield f"{values[-1]}: ({text_of(option)}) {END_OF_VALUE}"
+    for key, value in (schema.get("properties") or {}).items():
         begin = json.dumps(f"<parameter={key}>\n")
         may_lack = "" if key in (schema.get("required") or ()) else "?"
-        parameters.append(f"({begin} ({' | '.join(values)})){may_lack}")
-    yield " ".join(parameters)
-
-
-def text_of(schema: dict) -> str:
-    """A terminal for a text that the schema allows: by its values, or its pattern and length."""
-    if "enum" in schema:
-        return " | ".join(map(json.dumps, schema["enum"]))
-    size = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-    pattern = schema.get("pattern", "").replace("/", "\\/")
-    begin = "" if pattern.startswith("^") else "(?s:.*)"
-    end = "" if pattern.endswith("$") else "(?s:.*)"
-    inner = f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"
-    no_tags = r"~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
-    return f"/(?s:.{size})/ & /{inner}/ & {no_tags}"
+        parameters.append(f"({begin} {of_json({**value, **places})} {END_OF_VALUE}){may_lack}")
+    return " ".join(parameters)
