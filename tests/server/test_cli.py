@@ -22,14 +22,9 @@ from server_tools import Running, new_parrot
 
 from nanovllm import LLM, RoundRobin, SamplingParams
 from nanovllm.config import Config
-from nanovllm.scheduler import Scheduler
 from nanovllm.topics.server import cli, commands
 from nanovllm.topics.server.live import Camera
 from nanovllm.topics.server.settings import ServerOptions
-
-
-class Own(Scheduler):
-    pass
 
 
 @pytest.fixture
@@ -70,7 +65,6 @@ def refused(capsys, *args: str) -> str:
     [
         ("serve", [Config, ServerOptions], [256, 30.0, 8000, True]),
         ("chat", [Config, SamplingParams], [True]),
-        ("complete", [Config, SamplingParams], [True]),
     ],
 )
 def test_each_field_is_an_option_with_its_text_and_default(command, kinds, defaults, capsys):
@@ -116,23 +110,6 @@ def test_options_of_a_file_are_words_of_the_command_line(tmp_path, monkeypatch, 
         assert word in refused(capsys, "serve", "--config", str(file))
 
 
-def test_values_have_the_types_of_their_fields():
-    words = (
-        "complete a --max-model-len 64 --kv-cache-gib 0.5 --dtype float32 --model x --ignore-eos"
-    )
-    words += " --no-enable-prefix-caching --enforce-eager --scheduler-cls test_cli:Own"
-    words += " --stop a --stop b --stop-token-ids 5 --stop-token-ids 6 --temperature 0 --seed 3"
-    args = cli.new_parser().parse_args(words.split())
-    assert commands.given(args, Config) == {
-        "model": "x", "max_model_len": 64, "kv_cache_gib": 0.5, "dtype": "float32", "enable_prefix_caching": False,
-        "enforce_eager": True, "scheduler_cls": Own, "seed": 3,
-    }  # fmt: skip
-    assert commands.given(args, SamplingParams) == {
-        "stop": ["a", "b"], "stop_token_ids": [5, 6], "temperature": 0.0, "seed": 3, "ignore_eos": True,
-    }  # fmt: skip
-    Config(**commands.given(args, Config)), SamplingParams(**commands.given(args, SamplingParams))
-
-
 @pytest.mark.parametrize("option", ["--api-key", "--served-model-name", "--allowed-origins"])
 def test_a_list_takes_one_value_and_leaves_the_model(option):
     args = cli.new_parser().parse_args(["serve", option, "one", option, "two", "org/model"])
@@ -146,7 +123,7 @@ def test_a_list_takes_one_value_and_leaves_the_model(option):
     [
         (["serve", "--max-modellen", "5"], "'--max-modellen' here: did you mean --max-model-len?"),
         (["serve", "--gpu-memory-utilisation=0.5"], "utilisation' here: did you mean --gpu-memory-utilization?"),
-        (["complete", "a", "--max_tokens", "5"], "'--max_tokens' here: did you mean --max-tokens?"),
+        (["chat", "--max_tokens", "5"], "'--max_tokens' here: did you mean --max-tokens?"),
         (["serve", "--zzz"], "there is no option '--zzz' here (nanovllm serve --help says more)"),
         (["serve", "--port", "abc"], "--port"),
         (["serve", "--host", "no.such.host.invalid", "--port", "0"], "host='no.such.host.invalid'"),
@@ -162,10 +139,8 @@ def test_a_list_takes_one_value_and_leaves_the_model(option):
         (["serve", "--replicas", "0"], "replicas=0 is not allowed: it must be an integer from 1"),
         (["serve", "--replicas", "2", "--router-cls", "json:JSONDecoder"], "a subclass of nanovllm.topics.routing.Router"),
         (["serve", "--router-cls", "nanovllm:RoundRobin"], "it is for --replicas"),
-        (["complete"], "text"),
-        (["complete", "a", "--seed", "x"], "--seed"),
-        (["complete", "", "--num-blocks", "20"], "prompt=''"),
-        (["complete", "a", "--temperature", "-1", "--num-blocks", "20"], "temperature=-1.0"),
+        (["chat", "--seed", "x"], "--seed"),
+        (["chat", "--temperature", "-1", "--num-blocks", "20"], "temperature=-1.0"),
         (["serve", "-tp", "0", "--port", "0"], "tensor_parallel_size=0"),
         (["nothing"], "nothing"),
         ([], "COMMAND"),
@@ -263,31 +238,6 @@ def test_the_twenty_questions_fill_what_show_sets(monkeypatch):
     assert states == {"running", "waiting", "preempted", "swapped", "ended"}
     stats = llm.stats()
     assert stats["prefix_cache_hit_tokens"] > 100 and stats["kv_blocks_used_peak"] > 120
-
-
-# --- complete ---
-
-
-def test_complete_prints_the_continuation(capsys):
-    options = ["--temperature", "0", "--max-tokens", "9", "--num-blocks", "20"]
-    cli.main(["complete", "Once upon a time", *options])
-    text = capsys.readouterr().out
-    params = SamplingParams(temperature=0, max_tokens=9)
-    (output,) = LLM(num_blocks=20).generate("Once upon a time", params, use_tqdm=False)
-    assert text == output.outputs[0].text + "\n"
-
-
-def test_complete_reads_standard_input_and_stops_where_it_is_told_to(parrot, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one, two, three"))
-    cli.main(["complete", "-", "--stop", "thr"])
-    assert capsys.readouterr().out == "one, two, \n"
-
-
-def test_ctrl_c_while_it_completes(parrot, monkeypatch, capsys):
-    interrupt_at(monkeypatch, "two")
-    with pytest.raises(SystemExit) as info:
-        cli.main(["complete", "one two three"])
-    assert info.value.code == 130 and capsys.readouterr().out == "one two"
 
 
 # --- chat ---

@@ -142,33 +142,3 @@ def test_the_official_client_parses_an_answer(server, client):
         model=MODEL, messages=CHAT["messages"], response_format=Person, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
-
-
-# --- small ones ---
-
-
-def test_a_client_chooses_the_id(server, pool):
-    """Two calls may have the same."""
-    body = {"prompt": "a", "max_tokens": 3, "request_id": "mine"}
-    answers = [pool.submit(server.complete, **body) for _ in range(8)]
-    assert {answer.result()["id"] for answer in answers} == {"cmpl-mine"}
-
-
-def test_a_salt_of_the_prefix_cache(server):
-    """The second call with it finds what the first has left; the one without finds nothing."""
-
-    def num_cached(**salt) -> int:
-        usage = server.complete(prompt=[77] * 40, max_tokens=1, **salt)["usage"]
-        return usage["prompt_tokens_details"]["cached_tokens"]
-
-    assert num_cached(cache_salt="mine") == 0 == num_cached()
-    assert num_cached(cache_salt="mine") > 0
-
-
-@pytest.mark.parametrize("definitions", [[], None, {}, "a", 5])
-def test_definitions_of_tools_that_are_none(server, definitions):
-    parameters = {"type": "object", "properties": {}, "$defs": definitions}
-    body = {**CHAT, "tools": [new_tool("f", parameters)], "tool_choice": "required"}
-    response = server.http.post(CHATS, json={**body, "max_tokens": 20})
-    what = {200: "choices", 400: "error"}[response.status_code]
-    assert what in response.json()

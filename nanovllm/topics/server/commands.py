@@ -1,4 +1,4 @@
-"""Commands: what `nanovllm serve`, `chat` and `complete` do."""
+"""Commands: what `nanovllm serve` and `nanovllm chat` do."""
 
 import os
 import re
@@ -101,14 +101,6 @@ def name_of(model: str) -> str:
     """The name of a model: a hub id unchanged, the last part of a directory's path."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
-
-
-def complete(args: Namespace) -> None:
-    llm = new_llm(args)
-    prompt = sys.stdin.read() if args.text == "-" else args.text
-    for text in llm.stream(prompt, params_of(args, llm.inputs.default_params)):
-        print(text, end="", flush=True)
-    print()
 
 
 def chat(args: Namespace) -> None:

@@ -14,10 +14,8 @@ without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from nanovllm.options import is_number, refusal
@@ -154,21 +152,6 @@ def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
         elif name.endswith("per_second"):
             found[name] = value / factor
     return found
-
-
-def machines_in(path: str | Path) -> dict[str, Machine]:
-    """The machines that `calibrate` of chapter 15 has written into a file. Raises
-    ValueError for another file."""
-    try:
-        found = json.loads(Path(path).read_bytes())["machines"]
-        return {name: machine_of(**fields) for name, fields in found.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no machines, as calibrate writes them: {error!r}") from error
-
-
-def machine_of(hardware: list, link: list, **others: Any) -> Machine:
-    """A machine from its fields as JSON has them."""
-    return Machine(Hardware(*hardware), link=Link(*link), **others)
 
 
 MACHINES = {
