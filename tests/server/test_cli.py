@@ -278,39 +278,23 @@ def test_a_chat_knows_what_has_been_said_until_it_is_reset(parrot, monkeypatch, 
     lines = ["first ☃", "", "second", "/reset", "third", "/help", "/exit", "never"]
     answers = chat(monkeypatch, capsys, lines)
     assert len(answers) == 7
-    assert answers[0].startswith("first ☃\n[prompt ") and answers[1] == ""
-    assert answers[2].startswith("second\n[prompt ") and answers[4].startswith("third\n[prompt ")
-    assert answers[3] == "" and "/reset" in answers[5] and answers[6] == ""
+    assert answers[:5] == ["first ☃", "", "second", "", "third"]
+    assert "/reset" in answers[5] and answers[6] == ""
     first, second, third = prompts_of(parrot)
     assert second.startswith(first) and second.count("first ☃") == 2
     assert "first" not in third and "second" not in third
-    pattern = r"\[prompt \d+ tokens, (\d+) of them cached; answer (\d+) tokens\]"
-    (_, num_first), (num_cached, _) = re.findall(pattern, "".join(answers[:3]))
-    assert int(num_cached) > 0 and int(num_first) == len(parrot.tokenizer.encode("first ☃")) + 1
-
-
-def test_what_a_model_thinks_is_shown(parrot, monkeypatch, capsys):
-    answers = chat(monkeypatch, capsys, ["<think>why</think>so", "/no_think again"])
-    assert answers[0].startswith("<think>why</think>so\n[")
-    assert answers[1].startswith("/no_think again\n")
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(parrot, monkeypatch, capsys):
     interrupt_at(monkeypatch, "two")
     answers = chat(monkeypatch, capsys, ["one two three four", "again"])
-    assert answers[0] == "one two\n[stopped]" and answers[1].startswith("again\n[prompt")
+    assert answers[:2] == ["one two\n[stopped]", "again"]
     assert "assistant\none two<|im_end|>" in prompts_of(parrot)[-1]
-
-
-def test_options_reach_the_answer(parrot, monkeypatch, capsys):
-    options = ["--max-tokens", "2", "--ignore-eos"]
-    (answer, _) = chat(monkeypatch, capsys, ["one two three four"], *options)
-    assert answer.startswith("one two\n[") and "answer 2 tokens" in answer
 
 
 def test_a_question_that_is_refused_is_not_in_the_history(parrot, monkeypatch, capsys):
     answers = chat(monkeypatch, capsys, ["x " * 5000, "short"])
-    assert "max_model_len" in answers[0] and answers[1].startswith("short\n[prompt")
+    assert "max_model_len" in answers[0] and answers[1] == "short"
     assert prompts_of(parrot)[-1].count("<|im_start|>") == 2
 
 

@@ -16,7 +16,7 @@ from nanovllm.topics.server.errors import Refused
 from nanovllm.topics.server.parsing import THINK, Parser
 from nanovllm.topics.server.protocol import Body, Strict
 from nanovllm.topics.server.tool_calls import Functions
-from nanovllm.topics.server.tool_forms import Form, grammar_of_calls
+from nanovllm.topics.server.tool_forms import Form, grammar_of_call
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -158,7 +158,7 @@ class ChatBody(ChatFields, Body):
         if self.functions and inputs.tool_form.special and self.skip_special_tokens is None:
             more["skip_special_tokens"] = False  # the tags of calls are such tokens
         if self.forces_calls:  # such an answer has no text that could have a format
-            wanted = self.forced_calls(inputs.tool_form)
+            wanted = self.forced_call(inputs.tool_form)
         if wanted:
             more["structured_outputs"] = wanted
             if self.structured_outputs is not None:
@@ -188,20 +188,17 @@ class ChatBody(ChatFields, Body):
             schemas[function.name] = {**given, "type": "object"}
         return schemas
 
-    def forced_calls(self, form: Form) -> dict[str, Any]:
-        """Makes the model answer with a call of the named function, or with calls of any. Raises
-        Refused."""
+    def forced_call(self, form: Form) -> dict[str, Any]:
+        """Makes the model answer with a call of the named function, or of any. Raises Refused."""
         functions = self.functions
-        is_parallel = self.parallel_tool_calls
         if isinstance(self.tool_choice, CallNamed):
             name = self.tool_choice.function.name
             if name not in functions:
                 problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
                 raise Refused(problem, "tool_choice")
             functions = {name: functions[name]}
-            is_parallel = False
         try:
-            return {"grammar": grammar_of_calls(form, functions, is_parallel)}
+            return {"grammar": grammar_of_call(form, functions)}
         except (TypeError, LookupError, AttributeError, RecursionError) as error:
             raise Refused(f"parameters of a tool are no JSON schema: {error!r}", "tools") from error
 

@@ -131,13 +131,12 @@ def chat(args: Namespace) -> None:
 def show(llm: LLM, history: list[dict], params: SamplingParams, is_terminal: bool) -> str:
     """Prints an answer while it comes, and returns it. In a pipe, an error ends the program."""
     answer = ""
-    before = llm.stats()
     try:
         with closing(cast(Generator, llm.stream(history, params))) as parts:
             for part in parts:
                 answer += part
                 print(part, end="", flush=True)
-        print(f"\n[{usage_text(before, llm.stats())}]" if is_terminal else "")
+        print()
     except KeyboardInterrupt:
         print("\n[stopped]")
     except ValueError as error:
@@ -145,9 +144,3 @@ def show(llm: LLM, history: list[dict], params: SamplingParams, is_terminal: boo
             sys.exit(f"nanovllm: {error}")
         print(f"\n[{error}]")
     return answer
-
-
-def usage_text(before: dict[str, float], after: dict[str, float]) -> str:
-    names = ("prompt_tokens", "prefix_cache_hit_tokens", "output_tokens")
-    num_prompt, num_cached, num_output = (int(after[name] - before[name]) for name in names)
-    return f"prompt {num_prompt} tokens, {num_cached} of them cached; answer {num_output} tokens"

@@ -43,7 +43,9 @@ HARMLESS: dict[str, tuple] = {
     "vllm_xargs": ({},),
 }
 # fields that change nothing
-IGNORED = "prompt_cache_key prompt_cache_retention safety_identifier service_tier store".split()
+IGNORED = (
+    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
+).split()
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a name of a JSON object
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
@@ -122,8 +124,6 @@ class Body(Strict):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict | None = None
     request_id: Word | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: float | None = None
