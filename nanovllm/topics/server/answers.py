@@ -76,16 +76,6 @@ class TokenTexts:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token_id))
 
-    def offsets(self, token_ids: list[int], num_chars: int = 0) -> tuple[list[int], int]:
-        """Returns where each token starts in a text, in characters, and the length of the text. A
-        token that continues a character starts where this character starts."""
-        places = []
-        for token_id in token_ids:
-            is_start = [byte & 0xC0 != 0x80 for byte in self.bytes_of(token_id)]  # of a character
-            places.append(max(0, num_chars - (not all(is_start[:1]))))
-            num_chars += sum(is_start)
-        return places, num_chars
-
 
 class Answers(ABC):
     """The answers to one call: of several requests, each with n outputs, its choices."""
