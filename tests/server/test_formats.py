@@ -142,36 +142,3 @@ def test_the_official_client_parses_an_answer(server, client):
         model=MODEL, messages=CHAT["messages"], response_format=Person, max_tokens=200
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
-    answer = client.responses.parse(
-        model=MODEL, input="who are you?", text_format=Person, max_output_tokens=200
-    )
-    assert isinstance(answer.output_parsed, Person)
-
-
-def test_a_forced_call_of_the_responses_api(server, client):
-    tools = [{"type": "function", "name": "greet", "parameters": PERSON, "strict": True}]
-    for choice in ("required", {"type": "function", "name": "greet"}):
-        options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-        answer = client.responses.create(
-            model=MODEL, input="hello", max_output_tokens=200, **options
-        )
-        (call,) = answer.output
-        assert call.type == "function_call" and is_person(json.loads(call.arguments))
-    assert answer.tools[0].name == answer.tool_choice.name == "greet"
-    for wrong, said in (
-        ({"type": "function", "function": {"name": "f"}}, "tools[0].name: field required"),
-        ({"type": "web_search"}, "tools[0].type='web_search'"),
-    ):
-        assert said in server.refused("/v1/responses", {"input": "a", "tools": [wrong]})["message"]
-
-
-# --- small ones ---
-
-
-def test_a_response_says_its_format_as_it_was_asked_for(server):
-    wanted = {"type": "json_schema", "name": "n", "schema": {"enum": [7]}}
-    body = {"input": "a", "text": {"format": wanted}, "include": ["reasoning.encrypted_content"]}
-    answer = server.post("/v1/responses", body | {"max_output_tokens": 20})
-    assert answer["text"]["format"] == wanted
-    answer = server.post("/v1/responses", {"input": "a", "max_output_tokens": 2})
-    assert answer["text"]["format"] == {"type": "text"}

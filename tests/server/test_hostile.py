@@ -537,8 +537,6 @@ def check_answer(response: httpx.Response, path: str, counts: Counter) -> None:
     assert status in (200, 400, 404), response.text
     if status != 200:
         checked_error(response, status)
-    elif path == "/v1/responses":
-        assert '"status": "completed"' in response.text or '"status": "incomplete"' in response.text
     elif response.headers["content-type"].startswith("text/event-stream"):
         events = events_in(response.text)
         reasons = [c["finish_reason"] for event in events for c in event["choices"]]

@@ -15,7 +15,6 @@ import pytest
 from server_tools import (
     CHATS,
     COMPLETIONS,
-    RESPONSES,
     Running,
     busy,
     check_error,
@@ -160,12 +159,9 @@ FLOODS = {
     "a tool": (CHATS, {**CHAT, "tools": [{**TOOL, "function": {"name": "f", "x": FLOOD}}]}, "tools"),
     "kwargs": (CHATS, {**CHAT, "chat_template_kwargs": {"x": FLOOD}}, "chat_template_kwargs"),
     "metadata": (CHATS, {**CHAT, "metadata": {"x": FLOOD}}, "metadata"),
-    "metadata of responses": (RESPONSES, {"input": "a", "metadata": {"x": FLOOD}}, "metadata"),
-    "tools of responses": (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f", "x": FLOOD}]}, "tools"),
-    "input": (RESPONSES, {"input": FLOOD}, "input"),
     "a chat to tokenize": ("/tokenize", {"messages": [{**MESSAGE, "x": FLOOD}]}, "messages"),
     "ids": ("/detokenize", {"tokens": [5] * 100_000}, "tokens"),
-    "depth": (RESPONSES, {"input": "a", "metadata": {"a": DEEP}}, "metadata"),
+    "depth": (CHATS, {**CHAT, "metadata": {"a": DEEP}}, "metadata"),
     "depth of a message": (CHATS, {"messages": [{**MESSAGE, "x": DEEP}]}, "messages"),
 }  # fmt: skip
 
@@ -183,9 +179,7 @@ def test_a_body_has_so_many_values(server, monkeypatch, name, stream):
     assert error["param"] == field and re.search(r"\d", error["message"])
 
 
-@pytest.mark.parametrize(
-    "path, body", [(COMPLETIONS, SMALL), (CHATS, CHAT), (RESPONSES, {"input": "a"})]
-)
+@pytest.mark.parametrize("path, body", [(COMPLETIONS, SMALL), (CHATS, CHAT)])
 def test_one_of_many_unknown_fields_is_named(server, path, body):
     error = server.refused(path, body | {f"k{i}": i for i in range(50_000)})
     assert "k0 is not supported" in error["message"] and "49,999 more" in error["message"]
@@ -208,7 +202,7 @@ ALLOWED = {
     "64 tools": (CHATS, {**CHAT, "tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": PARAMETERS}}
                                            for i in range(64)], "tool_choice": "none"}),
     "a flood that is text": (CHATS, {"messages": [{"role": "tool", "content": "{}, []" * 80}], "max_tokens": 1}),
-    "metadata": (RESPONSES, {"input": "a", "max_output_tokens": 1, "metadata": {str(i): "a" for i in range(5000)}}),
+    "metadata": (CHATS, {**CHAT, "metadata": {str(i): "a" for i in range(5000)}}),
 }  # fmt: skip
 
 
@@ -219,24 +213,21 @@ def test_what_a_model_can_take_is_allowed(server, name):
 
 HALF = "\ud800"
 UNSENDABLE = {
-    "metadata": (RESPONSES, {"input": "a", "metadata": {"a": HALF}}, "metadata"),
+    "metadata": (CHATS, {**CHAT, "metadata": {"a": HALF}}, "metadata"),
     "a name in metadata": (CHATS, {**CHAT, "metadata": {"a": {HALF: 1}}}, "metadata"),
-    "user": (RESPONSES, {"input": "a", "user": "a" + HALF}, "user"),
+    "user": (CHATS, {**CHAT, "user": "a" + HALF}, "user"),
     "a tool's description": (CHATS, {**CHAT, "tools": [{**TOOL, "description": HALF}]}, "tools"),
-    "a tool of responses": (RESPONSES, {"input": "a", "tools": [{**TOOL["function"], "type": "function", "description": HALF}]}, "tools"),
-    "a format's name": (RESPONSES, {"input": "a", "text": {"format": {"type": "text", "name": HALF}}}, "text"),
     "a prompt": (COMPLETIONS, {"prompt": HALF}, "prompt"),
     "a prompt alone": (COMPLETIONS, {"prompt": HALF, "add_special_tokens": False}, "prompt"),
     "a prompt among others": (COMPLETIONS, {"prompt": ["a", "\udc00"]}, "prompt"),
     "a text to tokenize": ("/tokenize", {"prompt": HALF}, "prompt"),
     "a message": (CHATS, {"messages": [{"role": "user", "content": HALF}]}, "messages"),
-    "instructions": (RESPONSES, {"input": "a", "instructions": HALF}, "instructions"),
     "a stop string": (COMPLETIONS, {**SMALL, "stop": HALF}, "stop"),
     "a model": (COMPLETIONS, {**SMALL, "model": HALF}, "model"),
     "a salt": (COMPLETIONS, {**SMALL, "cache_salt": HALF}, "cache_salt"),
     "a name": (COMPLETIONS, {**SMALL, HALF: 1}, "\\ud800"),
-    "NaN": (RESPONSES, {"input": "a", "metadata": {"a": float("nan")}}, "metadata"),
-    "Infinity": (RESPONSES, {"input": "a", "metadata": {"a": [float("-inf")]}}, "metadata"),
+    "NaN": (CHATS, {**CHAT, "metadata": {"a": float("nan")}}, "metadata"),
+    "Infinity": (CHATS, {**CHAT, "metadata": {"a": [float("-inf")]}}, "metadata"),
     "a temperature": (COMPLETIONS, {**SMALL, "temperature": float("inf")}, "temperature"),
 }  # fmt: skip
 
@@ -255,10 +246,7 @@ def test_what_an_answer_could_not_repeat_is_refused(server, name, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "path, body",
-    [(COMPLETIONS, {"prompt": [[5] * 9] * 3}), (CHATS, CHAT), (RESPONSES, {"input": "a"})],
-)
+@pytest.mark.parametrize("path, body", [(COMPLETIONS, {"prompt": [[5] * 9] * 3}), (CHATS, CHAT)])
 def test_a_body_is_let_go_while_its_answer_comes(server, pool, monkeypatch, path, body, stream):
     bodies = []
     prepared = server.routes.prepared
@@ -361,15 +349,12 @@ def test_one_call_does_not_keep_the_others_out(pool):
         assert len(greedy.result()["choices"]) == 12
 
 
-@pytest.mark.parametrize(
-    "path, body", [(COMPLETIONS, {**SMALL, "n": 3}), (CHATS, CHAT), (RESPONSES, {"input": "a"})]
-)
+@pytest.mark.parametrize("path, body", [(COMPLETIONS, {**SMALL, "n": 3}), (CHATS, CHAT)])
 def test_a_stream_that_is_not_read_has_a_limit_of_memory(server, monkeypatch, path, body):
     monkeypatch.setattr(async_llm, "MOST_UNREAD", 20)
     monkeypatch.setattr(server.llm.runner, "vocab_size", 100)  # without the token that ends a text
-    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
     with server.connect(receive_buffer=2048) as sock:
-        sock.sendall(request_bytes(path, {**body, most: 500, "stream": True}))
+        sock.sendall(request_bytes(path, {**body, "max_tokens": 500, "stream": True}))
         wait_for(lambda: server.llm.runner.num_begun)
         wait_for(lambda: not server.engine.open and not server.llm.requests)
         assert b'"length"' not in read_until(sock, b"does not read")

@@ -13,7 +13,6 @@ import pytest
 from server_tools import (
     CHATS,
     COMPLETIONS,
-    RESPONSES,
     Running,
     ServeProcess,
     busy,
@@ -111,13 +110,13 @@ def test_keys_come_from_options_and_from_the_environment(monkeypatch):
     assert keys == ["one", "two", "three", "four"]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_log_has_times_and_ids_and_no_query(server, monkeypatch, path, stream):
     lines: list[str] = []
     monkeypatch.setattr(server.routes.options, "log_requests", True)
     monkeypatch.setattr(app.logger, "info", lambda text, *args: lines.append(text % args))
-    bodies = {COMPLETIONS: SMALL, CHATS: {"messages": MESSAGES}, RESPONSES: {"input": "a"}}
+    bodies = {COMPLETIONS: SMALL, CHATS: {"messages": MESSAGES}}
     for own in ("", "mine"):
         headers = {"x-request-id": own} if own else {}
         body = {**bodies[path], "stream": stream}

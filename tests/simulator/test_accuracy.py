@@ -1,133 +1,78 @@
-"""The simulator against the engine: a replay is exact, and another schedule is refused.
+"""The simulator against the engine: both take the same steps. And what is said of pairs of policies.
 
-Run: pytest tests/simulator/test_accuracy.py [-k replay]
+Run: pytest tests/simulator/test_accuracy.py [-k steps]
 """
-
-import random
-from dataclasses import replace
 
 import pytest
 
-from nanovllm import LLM, simulate
+from nanovllm import LLM, SamplingParams, simulate
 from nanovllm.config import EMBEDDED_MODEL, Config
-from nanovllm.scheduler import Scheduler
 from nanovllm.topics.simulator.cost_model import Hardware
 from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure import pairs
 from tutorials.measure.cases import SWAP, simulated
-from tutorials.measure.recording import KnownProposer, Recording, record
-from tutorials.simulation.workloads import (
-    all_at_once,
-    copied,
-    fixed,
-    lognormal,
-    merged,
-    multi_turn,
-    poisson,
-    workload,
-)
+from tutorials.simulation.workloads import all_at_once, fixed, lognormal, shared_prefix, workload
 
 OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
 
 
-class Clock:
-    """The k-th look at it comes 1 to 9 ms after the one before."""
+class Seconds(Machine):
+    """Each step takes a second."""
 
-    def __init__(self):
-        self.now, self.rng = 100.0, random.Random(0)
-
-    def __call__(self) -> float:
-        self.now += self.rng.uniform(0.001, 0.009)
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+    def seconds(self, *_, **__) -> float:
+        return 1.0
 
 
-def play(jobs, clock=None, **options):
-    clock = clock or Clock()
-    llm = LLM(device="cpu", **OPTIONS | options)
-    if "speculative_config" in options:
-        llm.scheduler.proposer = KnownProposer(LLM(device="cpu", **OPTIONS), jobs)
-    return record(llm, jobs, clock, clock.sleep)
-
-
-def replay(jobs, steps, scheduler_cls=None, **options):
-    return simulate(
-        jobs, Config(model=EMBEDDED_MODEL, **OPTIONS | options), Recording(steps), scheduler_cls
+def played(jobs, **options):
+    """The engine's steps (jobs and tokens), when the jobs come after so many steps, and its counters."""
+    llm = LLM(device="cpu", **options)
+    steps: list = []
+    llm.observers.append(
+        lambda schedule, _: steps.append(
+            [(int(seq.request.request_id), count) for seq, _, count in schedule.items]
+        )
+    )
+    coming = [*enumerate(jobs)]
+    while coming or llm.has_unfinished():
+        while coming and coming[0][1].time <= len(steps):
+            i, job = coming.pop(0)
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=job.num_outputs)
+            llm.add_request(job.prompt_token_ids, params, str(i))
+        llm.step()
+    scheduler = llm.scheduler
+    return steps, (
+        scheduler.num_cached_tokens,
+        scheduler.num_preemptions,
+        scheduler.num_swapped_blocks,
     )
 
 
-def chats(count=12, rate=20.0, seed=0):
-    return workload(poisson(rate, seed), lognormal(40, 8, max_model_len=200, seed=seed), count)
-
-
-def cramped():
-    """They have room for their prompts, but not for their answers."""
-    return [job._replace(max_tokens=60) for job in workload(all_at_once(), fixed(20, 60), 8)]
-
-
-def with_guesses(jobs):
-    """The real engine knows when an answer ends, and proposes no further: so these jobs tell it, too."""
-    rng = random.Random(0)
-    return [
-        job._replace(max_tokens=job.num_outputs, right_draft_tokens=[*copied(rng, job.num_outputs)])
-        for job in jobs
-    ]
-
-
+LENGTHS = lognormal(40, 12, max_model_len=200)
+CRAMPED = workload(all_at_once(), fixed(20, 60), 8)  # room for their prompts, not for their answers
 WORKLOADS = {
-    "open loop": (chats(), {}),
-    "with pauses": (chats(rate=2.0, count=8), {}),
-    "closed loop": (
-        multi_turn(
-            poisson(10), lognormal(30, 6, max_model_len=100), 5, think=0.1, max_model_len=400
+    "one after the other": (workload([1.5 * i for i in range(12)], LENGTHS, 12), {}),
+    "shared prefixes": (
+        shared_prefix(
+            [6.0 * i for i in range(9)], fixed(30, 20), 9, num_prefixes=2, prefix_tokens=40
         ),
         {},
     ),
-    "both": (
-        merged(chats(6), multi_turn(all_at_once(), fixed(20, 5), 3, think=0.0, max_model_len=300)),
-        {},
-    ),
-    "recompute": (cramped(), {"num_blocks": 16}),
-    "swap": (cramped(), {"num_blocks": 16} | SWAP),
-    "guesses": (with_guesses(chats()), {"speculative_config": {}}),
+    "recompute": (CRAMPED, {"num_blocks": 16}),
+    "swap": (CRAMPED, {"num_blocks": 16} | SWAP),
 }
 
 
-# --- recording and replay ---
-
-
-@pytest.mark.slow(but_every=2)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_replay_is_exact(name):
-    """The same times, arrivals, cache hits and preemptions, all of them equal to the last bit."""
+def test_the_simulator_takes_the_steps_of_the_engine(name):
     jobs, options = WORKLOADS[name]
-    run, steps = play(jobs, **options)
-    again = replay(jobs, steps, **options)
-    assert [served.token_times for served in again.requests] == [
-        served.token_times for served in run.requests
-    ]
-    assert replace(again, steps=[]) == run
-    assert all(len(served.token_times) == served.job.num_outputs for served in run.requests)
-    assert (run.num_preemptions > 0) == (name in ("recompute", "swap"))
-    assert (run.num_swapped_blocks > 0) == (name == "swap")
-    assert name != "closed loop" or run.num_cached_tokens > 0
-
-
-def test_another_step_is_refused():
-    class LastFirst(Scheduler):
-        def priority(self, request):
-            return -request.arrival
-
-    jobs = workload(all_at_once(), [(50, 3), (50, 3), (40, 3)], 3)
-    _, steps = play(jobs)
-    with pytest.raises(
-        ValueError, match=r"step 0 is another one: planned \[.*recorded \[.*\(tokens, context"
-    ):
-        replay(jobs, steps, LastFirst)
-    with pytest.raises(ValueError, match="step 2 was not recorded, the recording has 2 steps"):
-        replay(jobs, steps[:2])
+    jobs = [job._replace(max_tokens=job.num_outputs) for job in jobs]
+    steps, counts = played(jobs, **OPTIONS | options)
+    config = Config(model=EMBEDDED_MODEL, **OPTIONS | options)
+    run = simulate(jobs, config, Seconds(Hardware("a clock", 1.0, 1.0, 0.0)), keep_steps=True)
+    assert [[item[:2] for item in step.items] for step in run.steps] == steps
+    assert (run.num_cached_tokens, run.num_preemptions, run.num_swapped_blocks) == counts
+    counted = dict(zip(("shared prefixes", "recompute", "swap"), counts))
+    assert counted.get(name, 1) > 0
 
 
 # --- pairs of policies ---

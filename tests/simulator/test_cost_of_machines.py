@@ -1,18 +1,18 @@
-"""What a step takes on a machine, counted by hand; what presets say of themselves; and machines in files.
+"""What a step takes on a machine, counted by hand; and what presets say of themselves.
 
 Run: pytest tests/simulator/test_cost_of_machines.py
 """
 
-import json
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.topics.simulator.cost_model import HARDWARE, Hardware, Shape, shape_of
-from nanovllm.topics.simulator.machines import MACHINES, Machine, machines_in
+from nanovllm.topics.simulator.machines import MACHINES, Machine
 from nanovllm.topics.simulator.replica import model_config
+from tutorials.simulation.studies import machines_in
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = shape_of(model_config(EMBEDDED_MODEL), itemsize=4)
@@ -104,32 +104,3 @@ def test_the_cpu_is_the_one_that_was_measured():
             for machine in (MACHINES["cpu"], measured)
         )
         assert own == pytest.approx(theirs, rel=0.01)
-
-
-def test_a_machine_in_a_file(tmp_path):
-    file = tmp_path / "machines.json"
-    file.write_text(json.dumps({"machines": {"mine": asdict(HALF)}}))
-    (machine,) = machines_in(file).values()
-    assert machine == HALF and machine.link == HALF.link and seconds(machine) == seconds(HALF)
-
-
-@pytest.mark.parametrize(
-    "field, value, allowed",
-    [
-        ("overlap", 2.0, "at most 1"),
-        ("seconds_per_layer", "1e-5", "a finite number of at least 0"),
-        ("flops_share", 0.0, "a finite number of at least 1e-09"),
-        ("host_bytes_per_second", None, "a finite number of at least 1e-09"),
-    ],
-)
-def test_a_machine_that_cannot_be_is_refused(field, value, allowed):
-    with pytest.raises(ValueError, match=f"^{field}=.* is not allowed: it must be {allowed}$"):
-        replace(MACHINES["h100"], **{field: value})
-
-
-@pytest.mark.parametrize("text", ["{}", "no JSON", "[]", '{"machines": {"a": {"overlap": 1}}}'])
-def test_a_file_without_machines_is_refused(text, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="other.json has no machines, as calibrate writes them"):
-        machines_in(path)

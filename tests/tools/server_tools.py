@@ -28,7 +28,7 @@ from nanovllm.topics.server.app import new_app
 from nanovllm.topics.server.serve import bind, new_server
 from nanovllm.topics.server.settings import ServerOptions
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 EOS = 1535
 
 

@@ -1,14 +1,17 @@
 """The studies of chapters 16 and 19, each as two numbers and what the chapter says of them."""
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import gt, lt
+from pathlib import Path
 from typing import Any
 
 from nanovllm import Job, PrefixAffinity, RoundRobin, Run, simulate
 from nanovllm.config import Config
 from nanovllm.scheduler import Scheduler
+from nanovllm.topics.simulator.cost_model import Hardware, Link
 from nanovllm.topics.simulator.machines import MACHINES, Machine
 from tutorials.simulation.metrics import by_tenant, distribution, summary, ttft
 from tutorials.simulation.policies import (
@@ -240,6 +243,14 @@ def changed(machine: str | Machine, overlap: float, host: float, share: float) -
         flops_share=share,
         attention_flops_share=share,
     )
+
+
+def machines_in(path: str | Path) -> dict[str, Machine]:
+    """The machines that `calibrate` of chapter 15 has written into a file."""
+    found = json.loads(Path(path).read_bytes())["machines"]
+    for fields in found.values():
+        fields |= {"hardware": Hardware(*fields["hardware"]), "link": Link(*fields["link"])}
+    return {name: Machine(**fields) for name, fields in found.items()}
 
 
 def study_on(name: str, variant: tuple[float, float, float]) -> dict:

@@ -12,7 +12,6 @@ from typing import Any
 from nanovllm.sequence import Request
 
 MOST_REPLICAS = 4096
-MOST_ABSENT = 8  # replicas whose caches are remembered although they are not there now
 Replica = Any  # its name
 Loads = Mapping[Replica, int]
 """How many requests of each replica have not ended. The replicas may change at any time."""
@@ -90,13 +89,9 @@ class PrefixAffinity(LeastLoaded):
         return chosen
 
     def remember(self, loads: Loads) -> None:
-        """Keeps the caches of all replicas, and of the last absent ones: a replica may only be away
-        for a moment."""
-        for name in loads:
-            cache = self.caches.pop(name, None) or PrefixCache(self.num_blocks)
-            self.caches[name] = cache
-        while len(self.caches) > len(loads) + MOST_ABSENT:
-            del self.caches[next(iter(self.caches))]
+        """Keeps the caches of the replicas that are there."""
+        caches = self.caches
+        self.caches = {name: caches.get(name) or PrefixCache(self.num_blocks) for name in loads}
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""Answers: what a call returns, whole or as events. Completions, chats and responses share it."""
+"""Answers: what a call returns, whole or as events. Completions and chats share it."""
 
 import json
 import re
@@ -27,6 +27,7 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the second
 REASONS: dict[Any, str] = {"abort": "stop", "error": "stop"}  # in words that clients know
 MOST_ENTRIES = 2**19  # log-probabilities in an answer: about 40 MB
 BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # in vocabularies as GPT-2's
+LAST_EVENT = "data: [DONE]\n\n"  # also of a stream that failed
 UNKNOWN = "\ufffd"  # what a tokenizer writes for a part of a character
 Rows = list[TokenLogprobs | None]
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -75,16 +76,6 @@ class TokenTexts:
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token_id))
 
-    def offsets(self, token_ids: list[int], num_chars: int = 0) -> tuple[list[int], int]:
-        """Returns where each token starts in a text, in characters, and the length of the text. A
-        token that continues a character starts where this character starts."""
-        places = []
-        for token_id in token_ids:
-            is_start = [byte & 0xC0 != 0x80 for byte in self.bytes_of(token_id)]  # of a character
-            places.append(max(0, num_chars - (not all(is_start[:1]))))
-            num_chars += sum(is_start)
-        return places, num_chars
-
 
 class Answers(ABC):
     """The answers to one call: of several requests, each with n outputs, its choices."""
@@ -93,7 +84,6 @@ class Answers(ABC):
     chunk_kind: str
     prefix: str  # of ids
     is_prompt_only = False  # a token is sampled, because the engine samples one, but not shown
-    last_event = "data: [DONE]\n\n"  # also of what has failed
 
     def __init__(self, body: Body, requests: list[Request], inputs: Inputs, texts: TokenTexts):
         self.id = f"{self.prefix}-{uuid4().hex}"
@@ -170,8 +160,8 @@ class Answers(ABC):
         except Refused as error:
             if not has_begun:
                 raise
-            events = [self.error_event(content_of(error))]
-        yield "".join([*events, self.last_event])
+            events = [data(content_of(error))]
+        yield "".join([*events, LAST_EVENT])
 
     def events(self, i: int, part: CompletionOutput) -> list[str]:
         """The events for new tokens in an output of request i."""
@@ -189,10 +179,6 @@ class Answers(ABC):
         if not self.wants.include_usage:
             return []
         return [data({**self.frame, "choices": [], "usage": self.usage(outputs)})]
-
-    def error_event(self, error: dict) -> str:
-        """The event that tells that the stream has failed."""
-        return data(error)
 
     # --- parts of a choice ---
 

@@ -51,7 +51,6 @@ from nanovllm.topics.server.errors import Refused, answer_to, in_words
 from nanovllm.topics.server.metrics import Metrics
 from nanovllm.topics.server.page import WITHOUT_KEY, Live, add_page
 from nanovllm.topics.server.protocol import BYTES_OF_A_VALUE, DetokenizeBody, check_values
-from nanovllm.topics.server.responses import ResponseBody, Responses
 from nanovllm.topics.server.settings import ServerOptions
 from nanovllm.topics.server.tool_forms import form_of
 
@@ -255,9 +254,6 @@ class Server:
     async def chat(self, body: ChatBody, call: Request) -> Response:
         return await while_connected(call, self.answer(call, body, ChatCompletions))
 
-    async def responses(self, body: ResponseBody, call: Request) -> Response:
-        return await while_connected(call, self.answer(call, body, Responses))
-
     async def tokenize(self, body: TokenizeBody, call: Request) -> dict:
         return await self.told(body, call)
 
@@ -337,7 +333,6 @@ def app_of(server: Server) -> FastAPI:
     posts: dict[str, Callable] = {
         "/v1/completions": server.completions,
         "/v1/chat/completions": server.chat,
-        "/v1/responses": server.responses,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }

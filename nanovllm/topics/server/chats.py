@@ -13,10 +13,10 @@ from nanovllm.processing.outputs import CompletionOutput, RequestOutput
 from nanovllm.sequence import Request
 from nanovllm.topics.server.answers import Answers, TokenTexts
 from nanovllm.topics.server.errors import Refused
-from nanovllm.topics.server.parsing import THINK, Parser, Parts
+from nanovllm.topics.server.parsing import THINK, Parser
 from nanovllm.topics.server.protocol import Body, Strict
 from nanovllm.topics.server.tool_calls import Functions
-from nanovllm.topics.server.tool_forms import Form, grammar_of_calls
+from nanovllm.topics.server.tool_forms import Form, grammar_of_call
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
@@ -158,7 +158,7 @@ class ChatBody(ChatFields, Body):
         if self.functions and inputs.tool_form.special and self.skip_special_tokens is None:
             more["skip_special_tokens"] = False  # the tags of calls are such tokens
         if self.forces_calls:  # such an answer has no text that could have a format
-            wanted = self.forced_calls(inputs.tool_form)
+            wanted = self.forced_call(inputs.tool_form)
         if wanted:
             more["structured_outputs"] = wanted
             if self.structured_outputs is not None:
@@ -188,20 +188,17 @@ class ChatBody(ChatFields, Body):
             schemas[function.name] = {**given, "type": "object"}
         return schemas
 
-    def forced_calls(self, form: Form) -> dict[str, Any]:
-        """Makes the model answer with a call of the named function, or with calls of any. Raises
-        Refused."""
+    def forced_call(self, form: Form) -> dict[str, Any]:
+        """Makes the model answer with a call of the named function, or of any. Raises Refused."""
         functions = self.functions
-        is_parallel = self.parallel_tool_calls
         if isinstance(self.tool_choice, CallNamed):
             name = self.tool_choice.function.name
             if name not in functions:
                 problem = f"tool_choice names {name[:200]!r}, which is none of the tools"
                 raise Refused(problem, "tool_choice")
             functions = {name: functions[name]}
-            is_parallel = False
         try:
-            return {"grammar": grammar_of_calls(form, functions, is_parallel)}
+            return {"grammar": grammar_of_call(form, functions)}
         except (TypeError, LookupError, AttributeError, RecursionError) as error:
             raise Refused(f"parameters of a tool are no JSON schema: {error!r}", "tools") from error
 
@@ -245,7 +242,7 @@ class ChatCompletions(Answers):
             before = ""  # the form starts at once: there is no reasoning
         self.no_content = "" if not body.forces_calls else None
         is_bare = inputs.tool_form.is_bare
-        arguments = (before, bool(functions), most_calls, functions, is_bare)
+        arguments = (before, bool(functions), most_calls, functions, is_bare, body.forces_calls)
         self.parsers = [Parser(*arguments) for _ in range(request.params.n)]
         self.has_reasoning = body.include_reasoning
 
@@ -254,14 +251,10 @@ class ChatCompletions(Answers):
             return "tool_calls"
         return super().reason(one)
 
-    def parts(self, one: CompletionOutput) -> Parts:
-        """The parts of a whole output, or of its new text."""
-        return self.parsers[one.index].add(one.text, one.finish_reason is not None)
-
     def content(
         self, i: int, one: CompletionOutput, whole: RequestOutput | None, is_first: bool
     ) -> dict:
-        parts = self.parts(one)
+        parts = self.parsers[one.index].add(one.text, one.finish_reason is not None)
         message: dict[str, Any] = {"content": parts.content or self.no_content}
         if parts.reasoning and self.has_reasoning:
             message["reasoning"] = parts.reasoning

@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, complete, first-light and lab."""
+"""The command line: nanovllm serve, chat, first-light and lab."""
 
 import argparse
 import ast
@@ -65,17 +65,14 @@ def new_parser() -> Parser:
     add_options(serve, ReplicaOptions)
 
     chat = commands.add_parser("chat", help="talk to a model")
-    complete = commands.add_parser("complete", help="continue a text")
-    complete.add_argument("text", help="- reads it from standard input")
 
     first_light.add_command(commands)
     serving.add_command(commands)
-    for command in (serve, chat, complete):
+    for command in (serve, chat):
         model = "hub id or directory (default: the embedded one)"
-        if command in (serve, chat):
-            command.add_argument(
-                "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=model
-            )
+        command.add_argument(
+            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=model
+        )
         command.add_argument("--model", help=model)
         if command is not serve:
             add_options(command, SamplingParams)

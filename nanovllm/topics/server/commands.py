@@ -1,4 +1,4 @@
-"""Commands: what `nanovllm serve`, `chat` and `complete` do."""
+"""Commands: what `nanovllm serve` and `nanovllm chat` do."""
 
 import os
 import re
@@ -103,14 +103,6 @@ def name_of(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def complete(args: Namespace) -> None:
-    llm = new_llm(args)
-    prompt = sys.stdin.read() if args.text == "-" else args.text
-    for text in llm.stream(prompt, params_of(args, llm.inputs.default_params)):
-        print(text, end="", flush=True)
-    print()
-
-
 def chat(args: Namespace) -> None:
     llm = new_llm(args)
     params = params_of(args, replace(llm.inputs.default_params, max_tokens=None))
@@ -139,13 +131,12 @@ def chat(args: Namespace) -> None:
 def show(llm: LLM, history: list[dict], params: SamplingParams, is_terminal: bool) -> str:
     """Prints an answer while it comes, and returns it. In a pipe, an error ends the program."""
     answer = ""
-    before = llm.stats()
     try:
         with closing(cast(Generator, llm.stream(history, params))) as parts:
             for part in parts:
                 answer += part
                 print(part, end="", flush=True)
-        print(f"\n[{usage_text(before, llm.stats())}]" if is_terminal else "")
+        print()
     except KeyboardInterrupt:
         print("\n[stopped]")
     except ValueError as error:
@@ -153,9 +144,3 @@ def show(llm: LLM, history: list[dict], params: SamplingParams, is_terminal: boo
             sys.exit(f"nanovllm: {error}")
         print(f"\n[{error}]")
     return answer
-
-
-def usage_text(before: dict[str, float], after: dict[str, float]) -> str:
-    names = ("prompt_tokens", "prefix_cache_hit_tokens", "output_tokens")
-    num_prompt, num_cached, num_output = (int(after[name] - before[name]) for name in names)
-    return f"prompt {num_prompt} tokens, {num_cached} of them cached; answer {num_output} tokens"

@@ -60,7 +60,6 @@ class Completions(Answers):
         super().__init__(body, requests, *args)
         self.is_echo = body.echo
         self.is_prompt_only = body.echo and body.max_tokens == 0
-        self.num_chars: dict[tuple[int, int], int] = {}  # streamed, by request and output
 
     def echo(self, i: int) -> str:
         request = self.requests[i]
@@ -85,12 +84,11 @@ class Completions(Answers):
             rows = (whole.prompt_logprobs or []) + rows
         logprobs = None
         if one.logprobs is not None:
-            logprobs = self.logprobs((i, one.index), token_ids, rows)
+            logprobs = self.logprobs(token_ids, rows)
         return {"text": text, "logprobs": logprobs}
 
-    def logprobs(self, key: tuple[int, int], token_ids: list[int], rows: Rows) -> dict:
+    def logprobs(self, token_ids: list[int], rows: Rows) -> dict:
         texts = self.texts
-        offsets, self.num_chars[key] = texts.offsets(token_ids, self.num_chars.get(key, 0))
         return {
             "tokens": [*map(texts.name_of, token_ids)],
             # the first token of a prompt has no row
@@ -98,5 +96,4 @@ class Completions(Answers):
             "top_logprobs": [
                 row and {texts.name_of(i): logprob for i, logprob in row.items()} for row in rows
             ],
-            "text_offset": offsets,
         }

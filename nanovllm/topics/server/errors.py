@@ -4,7 +4,7 @@ import logging
 import re
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -22,7 +22,7 @@ TYPES = {
     503: "unavailable_error",
 }
 # by which pydantic names parts of a union
-KINDS = ("str", "int", "bool", "dict", "CallNamed", "FlatTool")
+KINDS = ("str", "int", "bool", "dict", "CallNamed")
 
 
 class Refused(Exception):
@@ -70,7 +70,7 @@ def failed(error: Exception) -> Refused:
     return Refused(message, status=500)
 
 
-def first_problem(error: RequestValidationError | ValidationError) -> Refused:
+def first_problem(error: RequestValidationError) -> Refused:
     """The first wrong field of a body."""
     problems = error.errors()
     # of a union, the kind that fits: its value is wrong, and not its type

@@ -44,12 +44,11 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Accepted draft tokens."),
 }
-OF_A_PLACE = "accepted_draft_tokens_"  # and 1 for the first draft token
 
 
 def is_counter(key: str) -> bool:
     """Whether a statistic only grows. The others are gauges."""
-    return key.startswith(OF_A_PLACE) or key in dict(COUNTERS.values())
+    return key in dict(COUNTERS.values())
 
 
 class Metrics:

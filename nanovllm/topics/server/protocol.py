@@ -43,7 +43,9 @@ HARMLESS: dict[str, tuple] = {
     "vllm_xargs": ({},),
 }
 # fields that change nothing
-IGNORED = "prompt_cache_key prompt_cache_retention safety_identifier service_tier store".split()
+IGNORED = (
+    "metadata prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
+).split()
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]  # a name of a JSON object
 TokenIds = Annotated[list[int], Field(max_length=MOST_IDS)]
@@ -116,20 +118,13 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class CallBody(Strict):
-    """The fields of all calls that the model answers."""
+class Body(Strict):
+    """The fields that completions and chats share."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict | None = None
     request_id: Word | None = None
-
-
-class Body(CallBody):
-    """The fields that completions and chats share."""
-
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -11,7 +11,6 @@ JSON has the name of the function and the arguments, or the name stands before t
 
 import json
 import re
-from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -123,12 +122,12 @@ PARAMETER = re.compile(
 decoder = json.JSONDecoder(strict=False)  # some models write line ends in strings
 
 
-def calls_in(text: str, mark: str, functions: Functions) -> list[Call]:
+def calls_in(text: str, mark: str, functions: Functions, is_forced: bool) -> list[Call]:
     """The calls in a text whose end was found. Raises one of many errors if there is none."""
     inner = text.removeprefix(mark).strip() if mark in MARKS else text
     if mark == FUNCTION or inner.startswith(FUNCTION):
         name, _, rest = inner.removeprefix(FUNCTION).partition(">")
-        return [(name, tagged_arguments(rest, functions.get(name, {})))]
+        return [(name, tagged_arguments(rest, functions.get(name, {}), is_forced))]
     named = NAMED.fullmatch(inner)
     if named:
         return [(named[1], decoder.decode(named[2]))]
@@ -146,7 +145,8 @@ def named_call(call: dict) -> Call:
     return name, call.get("parameters") or {} if arguments is None else arguments
 
 
-def tagged_arguments(text: str, schema: dict) -> dict:
+def tagged_arguments(text: str, schema: dict, is_forced: bool) -> dict:
+    """The arguments of a call in tags. In a forced call each is JSON, else perhaps a text."""
     body = text.removesuffix(END_OF_TOOL).rstrip().removesuffix(END_OF_FUNCTION).rstrip("\n")
     if not text.endswith((END_OF_TOOL, END_OF_FUNCTION)):
         raise ValueError("the call was cut off")
@@ -155,7 +155,11 @@ def tagged_arguments(text: str, schema: dict) -> dict:
     place = 0
     while match := PARAMETER.match(body, place):
         place = match.end()
-        arguments[match[1]] = cast(match[2], properties.get(match[1]), schema)
+        key, value = match.groups()
+        if is_forced:
+            arguments[key] = decoder.decode(value)
+        else:
+            arguments[key] = cast(value, properties.get(key), schema)
     if body[place:].strip():
         raise ValueError("text that is no parameter")
     return arguments
@@ -169,7 +173,7 @@ KINDS |= {dict: "object", type(None): "null"}
 def cast(text: str, schema: Any, root: dict) -> Any:
     """The value of a parameter that stands as text. The schema says what it is; without one, or if
     the text is nothing of the kind, it stays text."""
-    kinds = set().union(*map(kinds_of, options_of(schema, root))) - {"string"}
+    kinds = kinds_of(schema, root) - {"string"}
     word = text.strip()
     try:
         value = WORDS[word.lower()] if word.lower() in WORDS else decoder.decode(word)
@@ -179,28 +183,14 @@ def cast(text: str, schema: Any, root: dict) -> Any:
     return value if kind in kinds or (kind == "integer" and "number" in kinds) else text
 
 
-def options_of(schema: Any, root: dict) -> Iterator[dict]:
-    """The schemas of which a value matches one: each for one type, or for values that are all
-    strings, or all none."""
+def kinds_of(schema: Any, root: dict) -> set[str]:
+    """The types that the values of a schema may have; none if the schema does not say."""
     schema = schema if isinstance(schema, dict) else {}
     parts = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
     if "$ref" in schema:
         parts = [reduce(getitem, schema["$ref"].split("/")[1:], root)]
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    for part in parts:
-        yield from options_of(part, root)
-    for is_text in (True, False):
-        some = [value for value in values if isinstance(value, str) == is_text]
-        if some:
-            yield {"enum": some}
-    if not parts and not values:
-        kinds = schema.get("type")
-        for kind in kinds if isinstance(kinds, list) else [kinds]:
-            yield {**schema, "type": kind}
-
-
-def kinds_of(option: dict) -> set[str]:
-    """The types of an option; none if its schema does not say."""
-    if "enum" in option:
-        return {KINDS[type(value)] for value in option["enum"]}
-    return {option["type"]} - {None}
+    kinds = schema.get("type") or []
+    found = {kinds} if isinstance(kinds, str) else {*kinds}
+    found.update(KINDS[type(value)] for value in values)
+    return found.union(*(kinds_of(part, root) for part in parts))

@@ -1,19 +1,18 @@
 """Tool forms: how a model writes calls, as its chat template shows; and grammars that force calls.
 
-When the server starts, the template writes a conversation with a call, and one with two calls. The
-text around the name, the arguments and the id is the form of the model.
+When the server starts, the template writes a conversation with a call. The text around the name,
+the arguments and the id is the form of the model.
 """
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from logging import Logger
 from typing import Any
 
 from nanovllm.processing.messages import Chat
 from nanovllm.topics.server.parsing import Parser
-from nanovllm.topics.server.tool_calls import MARKS, Functions, kinds_of, options_of
+from nanovllm.topics.server.tool_calls import MARKS, Functions
 
 QUESTION = "a question"
 NAME = "probe_name"
@@ -36,7 +35,6 @@ class Form:
 
     begin: str
     call: str
-    between: str  # two calls; empty if the template writes one only
     end: str
     is_known: bool = True
     special: dict[str, int] = field(default_factory=dict)  # special tokens in it, with their ids
@@ -72,7 +70,6 @@ class Form:
 UNKNOWN = Form(
     begin='<tool_call>\n{"name": "',
     call=f'{NAME}", "arguments": {ARGUMENTS}',
-    between='}\n</tool_call>\n<tool_call>\n{"name": "',
     end="}\n</tool_call>",
     is_known=False,
 )
@@ -80,7 +77,7 @@ UNKNOWN = Form(
 
 def form_of(tokenizer: Any) -> Form:
     """The form in which the chat template writes calls; UNKNOWN if the parser cannot read it."""
-    form = form_in(*(written(tokenizer, num_calls) for num_calls in range(3)))
+    form = form_in(written(tokenizer, with_call=False), written(tokenizer, with_call=True))
     special = {}
     for i, token in tokenizer.added_tokens_decoder.items() if tokenizer else ():
         if token.special and token.content in form.text:
@@ -88,35 +85,33 @@ def form_of(tokenizer: Any) -> Form:
     return replace(form, special=special)
 
 
-def written(tokenizer: Any, num_calls: int) -> str:
-    """What the template writes behind a question: an answer with calls, or what opens one. Nothing
+def written(tokenizer: Any, with_call: bool) -> str:
+    """What the template writes behind a question: an answer with a call, or what opens one. Nothing
     if it refuses."""
     messages: list[dict] = [{"role": "user", "content": QUESTION}]
-    if num_calls:
-        messages.append({"role": "assistant", "tool_calls": [CALL] * num_calls})
+    if with_call:
+        messages.append({"role": "assistant", "tool_calls": [CALL]})
     tools = [{"type": "function", "function": TOOL}]
-    chat = Chat(messages=messages, tools=tools, add_generation_prompt=not num_calls)
+    chat = Chat(messages=messages, tools=tools, add_generation_prompt=not with_call)
     try:
         return chat.text(tokenizer).rpartition(QUESTION)[2]
     except Exception:  # a template may raise anything
         return ""
 
 
-def form_in(opening: str, one: str, two: str) -> Form:
-    """The form of a text with one call, and of one with two."""
-    mark = BEGIN.search(one)
+def form_in(opening: str, text: str) -> Form:
+    """The form of a text with a call, if `opening` stands before each answer."""
+    mark = BEGIN.search(text)
     if mark is None:
         return UNKNOWN
-    before = one[: mark.start()]
+    before = text[: mark.start()]
     if mark[0] == "{" and before.strip() != opening.strip():
         return UNKNOWN  # there is a mark that the parser does not know
-    begin, *_ = HOLES.split(one[mark.start() :])
-    *_, end = HOLES.split(one)
+    begin, *_ = HOLES.split(text[mark.start() :])
+    *_, end = HOLES.split(text)
     found = END.match(end)
-    call = one.removeprefix(before + begin).removesuffix(end)
-    between, *more = two.partition(begin + call)[2].split(call)
-    end = found[0].rstrip() if found else ""
-    form = Form(begin, call, between if more else "", end)
+    call = text.removeprefix(before + begin).removesuffix(end)
+    form = Form(begin, call, found[0].rstrip() if found else "")
     parser = Parser(None, True, None, {NAME: {}}, form.is_bare)
     calls = [call["function"] for call in parser.add(form.text, is_last=True).tool_calls]
     return form if calls == [{"name": NAME, "arguments": ARGUMENTS}] else UNKNOWN
@@ -127,54 +122,33 @@ def form_in(opening: str, one: str, two: str) -> Form:
 END_OF_VALUE = json.dumps("\n</parameter>\n")
 
 
-def grammar_of_calls(form: Form, functions: Functions, is_parallel: bool) -> str:
-    """A grammar, as Lark writes it, of one call or several."""
+def grammar_of_call(form: Form, functions: Functions) -> str:
+    """A grammar, as Lark writes it, of a call of one of the functions."""
     rules = ["ID: /[a-zA-Z0-9]{9}/"]
     for i, (name, schema) in enumerate(functions.items()):
-        *rest, arguments = rules_of_tags(i, schema) if form.is_tagged else [of_json(schema)]
+        arguments = of_tags(schema) if form.is_tagged else of_json(schema)
         holes = {NAME: form.literal(json.dumps(name)[1:-1]), ID: "ID"}
         parts = []
         for part in HOLES.split(form.call):
             is_hole = HOLES.fullmatch(part)
             parts.append(holes.get(part, arguments) if is_hole else form.literal(part))
-        rules += [f"call_{i}: {' '.join(parts)}", *rest]
+        rules.append(f"call_{i}: {' '.join(parts)}")
     calls = " | ".join(f"call_{i}" for i in range(len(functions)))
-    more = f"({form.literal(form.between)} call)*" if is_parallel and form.between else ""
-    start = f"start: {form.literal(form.begin)} call {more} {form.literal(form.end)}"
-    return "\n".join([start, f"call: {calls}", *rules])
+    start = f"start: {form.literal(form.begin)} ({calls}) {form.literal(form.end)}"
+    return "\n".join([start, *rules])
 
 
 def of_json(schema: dict) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def rules_of_tags(i: int, schema: dict) -> Iterator[str]:
-    """The rules for texts of function i, and what stands for its parameters: each is JSON, or text
-    up to the end tag."""
+def of_tags(schema: dict) -> str:
+    """The parameters of a function, each between its tags. A text is JSON, too: the schema then
+    says all of it."""
     places = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     parameters = []
-    for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
-        values = []
-        for k, option in enumerate(options_of(value, schema)):
-            if kinds_of(option) - {"string"}:
-                values.append(f"{of_json({**option, **places})} {END_OF_VALUE}")
-            else:
-                values.append(f"TEXT_{i}_{j}_{k}")
-                yield f"{values[-1]}: ({text_of(option)}) {END_OF_VALUE}"
+    for key, value in (schema.get("properties") or {}).items():
         begin = json.dumps(f"<parameter={key}>\n")
         may_lack = "" if key in (schema.get("required") or ()) else "?"
-        parameters.append(f"({begin} ({' | '.join(values)})){may_lack}")
-    yield " ".join(parameters)
-
-
-def text_of(schema: dict) -> str:
-    """A terminal for a text that the schema allows: by its values, or its pattern and length."""
-    if "enum" in schema:
-        return " | ".join(map(json.dumps, schema["enum"]))
-    size = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-    pattern = schema.get("pattern", "").replace("/", "\\/")
-    begin = "" if pattern.startswith("^") else "(?s:.*)"
-    end = "" if pattern.endswith("$") else "(?s:.*)"
-    inner = f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"
-    no_tags = r"~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
-    return f"/(?s:.{size})/ & /{inner}/ & {no_tags}"
+        parameters.append(f"({begin} {of_json({**value, **places})} {END_OF_VALUE}){may_lack}")
+    return " ".join(parameters)

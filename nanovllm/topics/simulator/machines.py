@@ -14,13 +14,10 @@ without a GPU, all else is assumed: see `Machine.sources`. The CPU was measured:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from nanovllm.options import is_number, refusal
 from nanovllm.topics.simulator.cost_model import (
     HARDWARE,
     LINKS,
@@ -38,7 +35,7 @@ HOST = "measured without a GPU: tutorials/results/cpu_host.json"
 @dataclass(frozen=True)
 class Machine:
     """Hardware as it is in use: kernels reach a part of each ceiling, and every step has work
-    beside them. Times are in seconds. Raises ValueError for a machine that cannot be."""
+    beside them. Times are in seconds."""
 
     hardware: Hardware
     bandwidth_share: float = 0.8  # of products: reading the weights
@@ -57,16 +54,6 @@ class Machine:
     link: Link = LINKS["nvlink"]  # to the other devices of a replica
     # where the numbers come from; a field that is not here is assumed
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if name in ("hardware", "link", "sources"):
-                continue
-            least = 0.0 if name.startswith(("seconds", "overlap")) else 1e-9  # of a rate or a share
-            if not is_number(value, least):
-                raise refusal(name, value, f"it must be a finite number of at least {least:g}")
-        if self.overlap > 1:
-            raise refusal("overlap", self.overlap, "it must be at most 1")
 
     def seconds(
         self,
@@ -154,21 +141,6 @@ def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
         elif name.endswith("per_second"):
             found[name] = value / factor
     return found
-
-
-def machines_in(path: str | Path) -> dict[str, Machine]:
-    """The machines that `calibrate` of chapter 15 has written into a file. Raises
-    ValueError for another file."""
-    try:
-        found = json.loads(Path(path).read_bytes())["machines"]
-        return {name: machine_of(**fields) for name, fields in found.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no machines, as calibrate writes them: {error!r}") from error
-
-
-def machine_of(hardware: list, link: list, **others: Any) -> Machine:
-    """A machine from its fields as JSON has them."""
-    return Machine(Hardware(*hardware), link=Link(*link), **others)
 
 
 MACHINES = {
