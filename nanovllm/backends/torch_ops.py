@@ -116,16 +116,14 @@ def product_for(dtype: torch.dtype) -> Callable:
     return F.linear
 
 
-def grouped_product(*inputs: Any) -> Tensor:
-    from nanovllm.layers.experts import product  # chapter 05
-
-    return product(*inputs)
-
-
 def experts() -> Any:
     from nanovllm.layers import experts  # chapter 05
 
     return experts
+
+
+def grouped_product(*inputs: Any) -> Tensor:
+    return experts().product(*inputs)
 
 
 def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:

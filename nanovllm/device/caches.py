@@ -60,8 +60,8 @@ class Caches:
         gib = num_blocks * shape.block_bytes / 2**30
         size = f"{num_blocks:,} blocks of {shape.block_size} tokens, {gib:.1f} GiB"
         if shape.state_bytes:
-            states = f"states of {shape.num_slots:,} sequences, {shape.state_bytes / 2**30:.1f} GiB"
-            size = f"{size}; {states}"
+            gib = shape.state_bytes / 2**30
+            size += f"; states of {shape.num_slots:,} sequences, {gib:.1f} GiB"
         logger.info("KV cache: %s", size)
 
     def move(self, moves: Moves, ops: Ops) -> None:

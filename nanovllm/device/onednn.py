@@ -56,6 +56,5 @@ def use_onednn(linear: Linear) -> None:
 
 def onednn_is_faster(dtype: torch.dtype) -> bool:
     """Whether oneDNN is faster: in float32 without AVX2 it takes three times as long as PyTorch."""
-    if dtype == torch.float32:
-        return torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-    return dtype == torch.bfloat16
+    has_avx2 = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and has_avx2)

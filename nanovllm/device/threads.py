@@ -65,9 +65,6 @@ def look() -> Look:
 def limit_of_process() -> int:
     """PyTorch's number of threads, as it is the first time. A thread that first uses PyTorch while
     another thread's step runs on fewer threads keeps the smaller number."""
-    most = os.environ.get("OMP_THREAD_LIMIT", "")  # PyTorch asks for more, and oneDNN then is wrong
-    if most.isdigit() and int(most) < torch.get_num_threads():
-        torch.set_num_threads(int(most))
     return torch.get_num_threads()
 
 

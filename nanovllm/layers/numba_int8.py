@@ -13,6 +13,8 @@ STEP = np.float32(1 / 127)
 SMALLEST_SCALE = np.float32(1e-30)
 ZERO = np.float32(0)
 ONE = np.float32(1)
+WITHOUT_SIGN = np.uint32(0x7FFFFFFF)
+INFINITE = np.uint32(0x7F800000)
 exact_kernel = partial(kernel, fastmath=False)
 
 
@@ -21,14 +23,17 @@ def store_row(row, numbers):
     """Stores the numbers as codes, and returns their scale."""
     largest = np.uint32(0)
     for number in numbers:  # the bits of positive numbers have the order of the numbers
-        bits = np.float32(as_float32(number)).view(np.uint32) & np.uint32(0x7FFFFFFF)
-        largest = np.uint32(max(largest, np.uint32(bits)))
-    is_finite = largest < np.uint32(0x7F800000)
-    scale = max(np.uint32(largest).view(np.float32) * STEP, SMALLEST_SCALE)
+        x = np.float32(as_float32(number))
+        bits = np.uint32(x.view(np.uint32) & WITHOUT_SIGN)
+        largest = np.uint32(max(largest, bits))
+    is_finite = largest < INFINITE
+    size = np.uint32(largest).view(np.float32)
+    scale = max(size * STEP, SMALLEST_SCALE)
     inverse = ONE / scale if is_finite else ZERO
     for i in range(len(numbers)):
         x = np.float32(as_float32(numbers[i]))
-        row[i] = np.int8(np.rint(x * inverse) if is_finite else ZERO)
+        code = np.rint(x * inverse) if is_finite else ZERO
+        row[i] = np.int8(code)
     return scale
 
 
