@@ -70,7 +70,8 @@ def test_it_computes_what_the_layers_compute(tmp_path, monkeypatch, family, opti
             hidden = hidden.clone()
             assert step.logits is not None
             is_exact = "quantization" in options or are_fastest(runner.dtype)
-            close = 0 if is_exact else 3e-2 if runner.dtype == torch.bfloat16 else 4e-3
+            is_coarse = runner.dtype == torch.bfloat16 or cache.tensor.dtype == torch.int8
+            close = 0 if is_exact else 3e-2 if is_coarse else 4e-3
             close = 3e-5 if options == {} else close
             for found, right in ((hidden, expected), (step.logits, logits)):
                 torch.testing.assert_close(found, right, rtol=close, atol=close)
