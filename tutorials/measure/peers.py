@@ -232,6 +232,8 @@ class LlamaCpp:
         api, batch = self.api, self.batch
         api.llama_memory_clear(api.llama_get_memory(self.context), True)
         answers: list[list[int]] = [[] for _ in requests]
+        times: list[list[float]] = [[] for _ in requests]  # of each token
+        start = time.time()
         new = [(i, *pair) for i, r in enumerate(requests) for pair in enumerate(r.prompt)]
         while new:
             last = {i: row for row, (i, _, _) in enumerate(new)}  # the last row of each request
@@ -247,9 +249,11 @@ class LlamaCpp:
                 raise RuntimeError("llama.cpp could not compute a batch")
             for i, row in last.items():
                 answers[i].append(int(self.logits(row).argmax()))
+                times[i].append(time.time() - start)
             left = [i for i in last if len(answers[i]) < requests[i].max_tokens]
             new = [(i, len(requests[i].prompt) + len(answers[i]) - 1, answers[i][-1]) for i in left]
-        return [Answer(tokens) for tokens in answers]
+        spans = [(t[0], (t[-1] - t[0]) / max(1, len(t) - 1)) for t in times]
+        return [Answer(tokens, *span) for tokens, span in zip(answers, spans)]
 
     def logits(self, row: int):
         """[vocab_size] of a row of the last batch, the last of a request."""
