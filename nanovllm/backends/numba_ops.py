@@ -33,6 +33,7 @@ from nanovllm.layers.ops import Norm
 
 if TYPE_CHECKING:
     from nanovllm.backends.numba_graphs import NumbaStep
+    from nanovllm.layers.experts import Pairs
 
 NAME = "numba"
 COMPILES_AT_FIRST_USE = True
@@ -146,13 +147,13 @@ def recorder(model: Any, kv_cache: KVCache, limits: Any) -> NumbaStep | None:
     return bind(model, kv_cache, limits.max_num_seqs)
 
 
-def grouped_product(*inputs: Any) -> Tensor:
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     from nanovllm.layers.experts import each_expert  # chapter 05
 
-    x, matrices, pairs = inputs
+    of_many = product_for(x.dtype)
 
     def multiply(rows: Tensor, expert: int) -> Tensor:
-        product = in_tiles if len(rows) <= FEW else product_for(rows.dtype)
+        product = in_tiles if len(rows) <= FEW else of_many
         return product(rows, matrices[expert], None)
 
     return each_expert(x, pairs, multiply)

@@ -122,8 +122,8 @@ def experts() -> Any:
     return experts
 
 
-def grouped_product(*inputs: Any) -> Tensor:
-    return experts().product(*inputs)
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Any) -> Tensor:
+    return experts().product(x, matrices, pairs)
 
 
 def quantized_product(weight: Groups, num_experts: int | None) -> Quantized:

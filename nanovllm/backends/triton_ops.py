@@ -27,6 +27,7 @@ from nanovllm.layers.triton_sampler import sample as sample
 if TYPE_CHECKING:
     from nanovllm.backends.cuda_graphs import StepGraphs
     from nanovllm.config import Limits
+    from nanovllm.layers.experts import Pairs
 
 NAME = "triton"
 COMPILES_AT_FIRST_USE = True
@@ -209,11 +210,10 @@ def experts() -> Any:
     return triton_experts
 
 
-def grouped_product(*inputs: Any) -> Tensor:
+def grouped_product(x: Tensor, matrices: Tensor, pairs: Pairs) -> Tensor:
     """One launch for all experts."""
     from nanovllm.layers.triton_products import multiply  # chapter 05
 
-    x, matrices, pairs = inputs
     rows = matrices.flatten(0, 1)
     return multiply(x, rows, rows, rows, 1, 16, pairs)  # neither scales nor zeros
 

@@ -83,7 +83,7 @@ class Ops(Protocol):
 
     # --- models with experts, weights in few bits, layers with states ---
 
-    def grouped_product(self, *inputs: Any) -> Tensor:
+    def grouped_product(self, x: Tensor, matrices: Tensor, pairs: Any) -> Tensor:
         """x [T, in], matrices [E, out, in], Pairs -> [P, out]: see experts.product."""
 
     def experts(self) -> Any:

@@ -8,7 +8,6 @@ found is printed, and written into one JSON file that can be sent as an issue.
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, getoutput
 from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Timer
 from timeit import repeat
@@ -71,7 +70,7 @@ def machine(options: dict, is_small: bool) -> dict[str, Any]:
         facts["memory_gib"] = round(gpu.total_memory / 2**30, 1)
         facts["cuda"] = torch.version.cuda
         query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-        facts["driver"] = subprocess.getoutput(query)
+        facts["driver"] = getoutput(query)
     return facts
 
 
