@@ -17,10 +17,11 @@ from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.numba_int8 import store_int8_kernel
 from nanovllm.layers.numba_kernels import store_kv_kernel
-from nanovllm.layers.numba_products import IN_8_BITS, in_4_bits
+from nanovllm.layers.numba_products import IN_4_BITS, IN_8_BITS
 from nanovllm.layers.numba_run import SMALL, array, run_on
 from nanovllm.layers.numba_step import (
     PLAIN,
+    Activations,
     Form,
     Forms,
     Inputs,
@@ -83,7 +84,7 @@ class NumbaStep:
         # the numbers of a step, which the next one overwrites
         new = partial(decoder.norm.weight.new_zeros, largest)
         size = len(decoder.norm.weight)
-        middle = self.model.gate_up.codes.shape[1] // 2
+        middle = layers[0].mlp.gate_up_proj.weight.shape[0] // 2
         heads = new(num_heads + 2 * kv_heads, head_dim)
         attended = new(num_heads, head_dim)
         self.last = new(size)
@@ -92,17 +93,17 @@ class NumbaStep:
             residual=array(new(size)),
             added=array(new(size)),
             cos_sin=array(new(head_dim).float()),
-            hidden=new_rows(new(size), forms.qkv),
+            hidden=rows_for(new(size), attention.qkv_proj, forms.qkv),
             qkv=array(heads.flatten(1)),
             heads=array(heads),
             q=array(new(num_heads, head_dim)),
             k=array(new(kv_heads, head_dim)),
             v=array(new(kv_heads, head_dim)),
             attended=array(attended),
-            flat=new_rows(attended.flatten(1), forms.out),
+            flat=rows_for(attended.flatten(1), attention.o_proj, forms.out),
             gate_up=array(new(2 * middle)),
-            middle=new_rows(new(middle), forms.down),
-            last=new_rows(self.last, forms.head),
+            middle=rows_for(new(middle), layers[0].mlp.down_proj, forms.down),
+            last=rows_for(self.last, model.lm_head, forms.head),
             logits=array(self.logits),
         )
         self.changes = Changes(model)
@@ -177,9 +178,9 @@ def form_of(linear: Linear) -> Form | None:
     quantized = linear.quantized
     if quantized is None:
         return PLAIN
-    if quantized.zeros is not None:
-        return in_4_bits(quantized.group)
-    return IN_8_BITS if quantized.scales.shape[1] == 1 else None
+    if quantized.held.zeros is not None:
+        return IN_4_BITS
+    return IN_8_BITS if quantized.held.scales.shape[1] == 1 else None
 
 
 def has_tied_head(model: DenseModel) -> bool:
@@ -192,7 +193,13 @@ def copied_bytes(linear: Linear) -> int:
     weight = linear.weight
     if linear.quantized is None:
         return weight.nbytes if weight.is_mkldnn else 0
-    return weight.numel() if linear.quantized.zeros is None else 0
+    return weight.numel() if linear.quantized.held.zeros is None else 0
+
+
+def rows_for(x: Tensor, linear: Linear, form: Form) -> Activations:
+    """Memory for the input of the layer's product, whose numbers are in x."""
+    group = x.shape[1] if linear.quantized is None else linear.quantized.group
+    return new_rows(x, form, group)
 
 
 def weights_of(layers: Sequence[nn.Module], name: str, plain: Tensor | None = None) -> Weights:
@@ -208,10 +215,12 @@ def rows_of(linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of a weight."""
     weight = linear.weight
     quantized = linear.quantized
-    if quantized is not None:
-        zeros = NOTHING[1] if quantized.zeros is None else quantized.zeros
-        return quantized.codes(), quantized.scales, zeros
-    return (weight.to_dense() if weight.is_mkldnn else weight), *NOTHING
+    if quantized is None:
+        return (weight.to_dense() if weight.is_mkldnn else weight), *NOTHING
+    codes, scales, zeros = quantized.held
+    if zeros is None:
+        return quantized.weight().codes, scales, NOTHING[1]
+    return codes, scales, zeros
 
 
 def norms_of(layers: Sequence[nn.Module], name: str) -> np.ndarray:

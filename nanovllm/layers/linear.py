@@ -20,15 +20,14 @@ class Quantized(Protocol):
     """The product with a weight in few bits, which it holds."""
 
     group: int
-    scales: Tensor
-    zeros: Tensor | None
+    held: Groups  # perhaps in a layout of its own
 
     def __call__(self, x: Tensor, *pairs: Any) -> Tensor:
         """x [T, in] -> [T, out], in fp32 or the dtype of x. A grouped product takes Pairs (ops.py),
         and its result is [P, out]."""
 
-    def codes(self) -> Tensor:
-        """The codes of the weight: a copy, if they are held in a layout of their own."""
+    def weight(self) -> Groups:
+        """The weight: a copy, if it is held in a layout of its own."""
 
 
 class Linear(nn.Module):

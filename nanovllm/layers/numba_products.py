@@ -9,13 +9,16 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+import torch
 
 from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel, store_row
-from nanovllm.layers.numba_kernels import ZERO, as_float32, rounded
+from nanovllm.layers.numba_kernels import as_float32, rounded
+from nanovllm.layers.numba_lanes import LANES, add_pair
 from nanovllm.layers.numba_prefetch import prefetch
-from nanovllm.layers.numba_step import Activations, Form
+from nanovllm.layers.numba_step import Activations, Form, Weights
 
 AHEAD = 12  # rows of a weight between the one that is read and the one that memory is asked for
+TILE = 4  # rows of activations, for which codes are unpacked once
 
 
 @exact_kernel
@@ -49,56 +52,32 @@ def multiply_8_bits(out, rows, weights, layer, num_rows, begin, end):
             out[t, o] = rounded(number + as_float32(biases[o]), out[t, o])
 
 
-@cache
-def in_4_bits(GROUP: int) -> Form:
-    """The form of weights with groups of this size. Its kernel computes the rows of the weight from
-    `begin` to `end`."""
-
-    @exact_kernel
-    def multiply_4_bits(
-        out,  # [T, out]
-        rows,
-        weights,
-        layer,
-        num_rows,  # T
-        begin,
-        end,
-    ):
-        codes = weights.codes[layer]
-        scales = weights.scales[layer]
-        zeros = weights.zeros[layer]
-        biases = weights.biases[layer]
-        num_groups = scales.shape[1]
-        for o in range(begin, end):
-            prefetch(codes, o + AHEAD, o + AHEAD + 1)
-            for t in range(num_rows):
-                integers = rows.integers[t]
-                row_scales = rows.scales[t]
-                sums = rows.sums[t]
-                total = ZERO
-                for first in range(0, num_groups, 2):
-                    low = high = np.int32(0)
-                    # numba adds in 64 bits; the compiler drops what np.int32 cuts off below
-                    for i in range(GROUP):
-                        code = codes[o, first // 2, i]
-                        low_code = np.int16(np.int16(code) & np.int16(15))
-                        high_code = np.int16(code >> np.uint8(4))
-                        low += np.int32(integers[first, i]) * np.int32(low_code)
-                        high += np.int32(integers[first + 1, i]) * np.int32(high_code)
-                    low -= zeros[o, first] * sums[first]
-                    scale = row_scales[first] * scales[o, first]
-                    total += np.float32(np.int32(low)) * scale
-                    second = first + 1
-                    if second < num_groups:
-                        high -= zeros[o, second] * sums[second]
-                        scale = row_scales[second] * scales[o, second]
-                        total += np.float32(np.int32(high)) * scale
-                out[t, o] = rounded(total + as_float32(biases[o]), out[t, o])
-
-    return Form(integers_of, multiply_4_bits, GROUP)
+@exact_kernel
+def multiply_4_bits(out, rows, weights, layer, num_rows, begin, end):
+    """Program o: each row times row o of a weight in lanes: see numba_lanes.py."""
+    weight = Weights(
+        weights.codes[layer], weights.scales[layer], weights.zeros[layer], weights.biases[layer]
+    )  # fmt: skip
+    totals = np.empty((TILE, LANES), np.float32)
+    last = num_rows - 1
+    for block in range(begin // LANES, (end + LANES - 1) // LANES):
+        for t in range(0, num_rows, TILE):
+            totals[:] = 0
+            for pair in range(weight.codes.shape[1]):
+                if t == last:
+                    add_pair(totals, rows, weight, (t,), block, pair)
+                else:
+                    ts = (t, t + 1, min(t + 2, last), min(t + 3, last))
+                    add_pair(totals, rows, weight, ts, block, pair)
+            for o in range(max(begin, block * LANES), min(end, block * LANES + LANES)):
+                bias = as_float32(weight.biases[o])
+                for r in range(min(TILE, num_rows - t)):
+                    total = totals[r, o - block * LANES]
+                    out[t + r, o] = rounded(total + bias, out[t + r, o])
 
 
-IN_8_BITS = Form(integers_of, multiply_8_bits)
+IN_8_BITS = Form(integers_of, multiply_8_bits, torch.int16)  # as LLVM multiplies them
+IN_4_BITS = Form(integers_of, multiply_4_bits)
 
 
 @cache

@@ -46,7 +46,7 @@ class Activations(NamedTuple):
 
     x: np.ndarray  # [T, in]
     grouped: np.ndarray  # the same memory [T, groups, group]
-    integers: np.ndarray  # int16 [T, groups, group], with zeros behind an odd number of groups
+    integers: np.ndarray  # [T, groups, group], with zeros behind an odd number of groups
     scales: np.ndarray  # fp32 [T, groups]
     sums: np.ndarray  # int32 [T, groups], of the integers
 
@@ -54,9 +54,9 @@ class Activations(NamedTuple):
 class Weights(NamedTuple):
     """The weights of one product in all layers. What their form does not have is empty."""
 
-    codes: np.ndarray  # [layers, out, in], with 4 bits [layers, out, pairs of groups, group]
+    codes: np.ndarray  # [layers, out, in]; in 4 bits, all three are as numba_lanes.py has them
     scales: np.ndarray  # fp32 [layers, out, groups]
-    zeros: np.ndarray  # uint8 [layers, out, groups]
+    zeros: np.ndarray  # uint8
     biases: np.ndarray  # [layers, out]
 
 
@@ -65,7 +65,7 @@ class Form(NamedTuple):
 
     prepare: Callable  # (rows, begin, end): program t makes the integers of row t
     multiply: Callable  # (out, rows, weights, layer, num_rows, begin, end): o is a row of weights
-    group: int = 0  # the numbers of a row that share a scale; 0: all
+    integers: torch.dtype = torch.int8  # of a row
 
 
 # --- threads ---
@@ -212,11 +212,11 @@ def step_kernel(
     return step
 
 
-def new_rows(x: Tensor, form: Form) -> Activations:
-    """Memory for the input of a product, whose numbers are in x [T, in]."""
-    group = form.group or x.shape[1]
+def new_rows(x: Tensor, form: Form, group: int) -> Activations:
+    """Memory for the input of a product, whose numbers are in x [T, in]. `group` numbers share a
+    scale."""
     grouped = x.view(len(x), -1, group)
-    num_groups = grouped.shape[1]
-    integers = torch.zeros(len(x), num_groups + num_groups % 2, group, dtype=torch.int16)
-    scales = torch.empty(len(x), num_groups)
+    num_groups = grouped.shape[1] + grouped.shape[1] % 2
+    integers = torch.zeros(len(x), num_groups, group, dtype=form.integers)
+    scales = torch.zeros(len(x), num_groups)
     return Activations(*map(array, (x, grouped, integers, scales, scales.int())))

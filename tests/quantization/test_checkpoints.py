@@ -20,7 +20,7 @@ from nanovllm.backends import torch_ops
 from nanovllm.config import Config
 from nanovllm.layers.experts import Stack, product
 from nanovllm.layers.linear import Linear
-from nanovllm.topics.quantization.groups import Groups, dequantized
+from nanovllm.topics.quantization.groups import dequantized
 from nanovllm.topics.quantization.layers import quantizer
 
 PROMPT = [*range(1, 60)]
@@ -153,8 +153,7 @@ def check_near(llm, model, most) -> None:
 
 def weight_in(layer: Linear) -> torch.Tensor:
     """What the codes of a layer stand for."""
-    held = layer.quantized
-    return dequantized(Groups(held.codes(), held.scales, held.zeros))
+    return dequantized(layer.quantized.weight())
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}

@@ -103,7 +103,7 @@ def test_packing(data, num_out, num_groups, group):
 @pytest.mark.parametrize("num_groups, group", WIDTHS)
 def test_functions_give_the_same_numbers_to_the_last_bit(num_groups, group, dtype, monkeypatch):
     """Also with several threads."""
-    weight = random_groups(40, num_groups, group)
+    weight = random_groups(45, num_groups, group)
     x = random_rows(9, num_groups * group, dtype)
     result = plain_product(x, weight)
     check_near(result, exact_product(x, weight), 1e-6)
@@ -118,11 +118,40 @@ def test_functions_give_the_same_numbers_to_the_last_bit(num_groups, group, dtyp
     from nanovllm.layers import numba_run
     from nanovllm.topics.quantization import numba_product
 
+    product = numba_product.InLanes(weight, None)
+    assert all(map(torch.equal, product.weight(), weight))
     for num_rows in range(1, 10):
-        assert torch.equal(numba_product.product(x[:num_rows], weight), result[:num_rows])
+        assert torch.equal(product(x[:num_rows]), result[:num_rows])
     monkeypatch.setattr(numba_run, "SMALL", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(numba_product.product(x, weight), result)
+    assert torch.equal(product(x), result)
+
+
+@pytest.mark.parametrize("has_avx2", [False, True])
+def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
+    """The largest codes and integers, too. Without AVX2, other instructions do it."""
+    njit = needs("numba").njit
+
+    from nanovllm.layers import numba_lanes
+    from nanovllm.layers.numba_step import Activations, Weights
+    from nanovllm.topics.quantization.numba_product import in_lanes
+
+    monkeypatch.setattr(numba_lanes, "HAS_AVX2", numba_lanes.HAS_AVX2 and has_avx2)
+    codes, scales, zeros = random_groups(24, 3, 32)
+    codes[1] = 255
+    integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8)
+    integers[0] = 127
+    nothing = np.empty(0)
+    sums = integers.sum(2, dtype=torch.int32).numpy()
+    rows = Activations(nothing, nothing, integers.numpy(), torch.rand(5, 4).numpy(), sums)
+    weights = Weights(*[part.numpy() for part in in_lanes(codes, scales, zeros)], nothing)
+    add = njit(lambda *arguments: numba_lanes.add_pair(*arguments))
+    for ts in ((4,), (0, 2, 3, 3)):
+        for block, pair in ((0, 0), (2, 1)):
+            found, expected = np.ones((2, len(ts), 8), np.float32)
+            add(found, rows, weights, ts, block, pair)
+            numba_lanes.add_pair(expected, rows, weights, ts, block, pair)
+            np.testing.assert_array_equal(found, expected)
 
 
 # measured: 0.017 and 0.132
@@ -188,7 +217,7 @@ def test_rows_that_are_not_finite_and_rows_of_zeros(form):
 def test_a_head_is_quantized_in_pieces(form, monkeypatch):
     weight = torch.randn(100, 96)
     monkeypatch.setattr(layers, "ROWS", 16)
-    found = prepared(form, weight).quantized.weight
+    found = prepared(form, weight).quantized.held
     whole = (groups.in_8_bits if "8" in form else groups.in_4_bits)(weight)
     for part, other in zip(found, whole, strict=True):
         assert part is other or torch.equal(part, other)

@@ -146,10 +146,9 @@ def plain_product_of(stack: Stack) -> Callable[..., Tensor]:
         return torch_ops.grouped_product
     from nanovllm.topics.quantization import experts, groups, layers  # chapter 21
 
-    held = groups.Groups(weight.codes(), weight.scales, weight.zeros)
     plain = partial(groups.Product, multiply=groups.plain_product)
     assert stack.num_experts is not None
-    product = experts.product_of(held, stack.num_experts, plain)
+    product = experts.product_of(weight.weight(), stack.num_experts, plain)
     return partial(layers.multiply_pairs, product=product)
 
 

@@ -26,22 +26,16 @@ ROWS = 1024  # of the weight, which are unpacked at a time
 class Product:
     """A product that holds the weight as groups. It is a `Quantized`, see layers/linear.py."""
 
-    def __init__(
-        self,
-        weight: Groups,
-        multiply: Callable[..., Tensor],
-    ):
-        self.weight = weight
+    def __init__(self, weight: Groups, multiply: Callable[..., Tensor]):
+        self.held = weight
         self.multiply = multiply
         self.group = weight.codes.shape[2]
-        self.scales = weight.scales
-        self.zeros = weight.zeros
 
     def __call__(self, x: Tensor, *pairs: Any) -> Tensor:
-        return self.multiply(x, self.weight, *pairs)
+        return self.multiply(x, self.held, *pairs)
 
-    def codes(self) -> Tensor:
-        return self.weight.codes
+    def weight(self) -> Groups:
+        return self.held
 
 
 def quantize(numbers: Tensor, largest: int = LARGEST) -> tuple[Tensor, Tensor]:

@@ -37,21 +37,21 @@ class Int8Product:
         codes = weight.codes.flatten(1)
         self.in_bytes = in_bytes
         self.group = codes.shape[1]
-        self.scales = weight.scales
-        self.zeros = weight.zeros
         # the layout is chosen for about this many rows of activations
-        self.packed = torch.ops.onednn.qlinear_prepack(codes, [64, self.group])
+        packed = torch.ops.onednn.qlinear_prepack(codes, [64, self.group])
+        self.held = Groups(packed, weight.scales, None)
         self.no_zeros = torch.zeros(len(codes), dtype=torch.int32)
 
     def __call__(self, x: Tensor, *_: Any) -> Tensor:
         """x [T, in] times the weight: fp32 [T, out]. Activations must be uint8: oneDNN computes
         signed ones with plain loops."""
         rows, row_scales = self.in_bytes(x)
-        scales = self.scales.squeeze(1)
-        return multiplied(rows, ZERO, self.packed, scales, self.no_zeros).mul_(row_scales)
+        scales = self.held.scales.squeeze(1)
+        return multiplied(rows, ZERO, self.held.codes, scales, self.no_zeros).mul_(row_scales)
 
-    def codes(self) -> Tensor:
-        return self.packed.to_dense().T.contiguous().unsqueeze(1)
+    def weight(self) -> Groups:
+        codes = self.held.codes.to_dense().T.contiguous()
+        return Groups(codes.unsqueeze(1), self.held.scales, None)
 
 
 def product_of(weight: Groups, in_bytes: Callable = in_bytes) -> Quantized:
