@@ -8,12 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # --- 11.1 ---
-def num_blocks(
-    total: int, utilization: float, others: int, peak: int, block_bytes: int, useful: int
-) -> int:
-    """How many KV blocks fit. The engine may use this part of the `total` bytes of a GPU; `others`
-    are used by other programs, `peak` by the weights and the largest step. More than `useful`
-    blocks are of no use."""
+def size_for(num_rows: int, sizes: list[int]) -> int | None:
+    """The smallest recorded size that is large enough. The sizes come in any order."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Checks of chapter 11: a cache's size, a recording that can be used, recordings of several sizes."""
+"""Checks of chapter 11: the recording that fits, one that can be used, recordings of several sizes."""
 
 import random
 from collections.abc import Iterable
@@ -6,25 +6,16 @@ from collections.abc import Iterable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tutorials.exercises.checks.expect import expect
+from tutorials.exercises.checks.expect import expect, unchanged
 
 
 def check_1(answers) -> None:
-    gib = 2**30
-    block = 16 * 112 * 1024
-    cases = {
-        (24 * 10**9, 0.9, 5 * 10**8, 27 * 10**8, block, 10**6): 10_027,
-        (24 * gib, 0.9, 0, 2 * gib, block, 10**6): 11_468,
-        (24 * gib, 0.9, 10 * gib, 2 * gib, block, 10**6): 5_617,
-        (24 * gib, 1.0, 0, 0, 24 * gib, 10**6): 1,
-        (101, 0.99, 0, 0, 100, 10**6): 0,  # 99.99 bytes
-        (24 * gib, 0.9, 0, 2 * gib, block, 500): 500,
-        (24 * gib, 0.5, 10 * gib, 4 * gib, block, 10**6): 0,
-        (10**9, 0.9, 0, 9 * 10**8 - 1, block, 10**6): 0,
-    }
-    for case, wanted in cases.items():
-        said = answers.num_blocks(*case)
-        expect(said == wanted, f"num_blocks{case} should be {wanted:,}, but is {said:,}")
+    for sizes in ([1, 2, 4, 8], [16, 1, 48, 32, 4], [3]):
+        for num_rows in range(1, 60):
+            wanted = min((size for size in sizes if size >= num_rows), default=None)
+            said = unchanged(answers.size_for, num_rows, sizes)
+            text = f"size_for({num_rows}, {sizes}) should be {wanted}, but is {said}"
+            expect(said == wanted, text)
 
 
 NUM_SLOTS = 40
