@@ -7,6 +7,7 @@ import ast
 import json
 import random
 import re
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -200,6 +201,21 @@ def noting(launch, steps: list):
         return launch(schedule)
 
     return noted
+
+
+def test_rung_7_takes_a_single_end_token_and_refuses_a_request_without_an_answer(tmp_path):
+    shutil.copytree(EMBEDDED_MODEL, tmp_path, dirs_exist_ok=True)
+    page = rung7.LLM(EMBEDDED_MODEL)
+    params = rung7.SamplingParams(temperature=0)
+    (answer,) = page.generate(["Once upon a time"], [params])
+    settings = {"eos_token_id": answer.token_ids[4]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    (cut,) = rung7.LLM(tmp_path).generate(["Once upon a time"], [params])
+    end = answer.token_ids.index(answer.token_ids[4]) + 1
+    assert (cut.token_ids, cut.finish_reason) == (answer.token_ids[:end], "stop")
+    for size, max_tokens in ((2048, 1), (5, 0), (0, 5)):
+        with pytest.raises(AssertionError, match="prompt"):
+            page.add_request([7] * size, rung7.SamplingParams(max_tokens=max_tokens))
 
 
 def test_rung_7_is_a_page_with_the_names_of_the_engine():

@@ -1,4 +1,4 @@
-"""Rung 7: an engine on one page. Text in and out, chunks, shared prefixes, preemption, seeds.
+"""Rung 7: an engine in one file. Text in and out, chunks, shared prefixes, preemption, seeds.
 
 It imports nothing of nanovllm, and its names are those of the same things there. Read it from the
 top: what a user calls, the plan of a step, blocks, tensors, the model, attention, the next token.
@@ -25,7 +25,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 256
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int = 0  # equal prompts with equal seeds get equal answers
 
 
 class CompletionOutput(NamedTuple):
@@ -54,12 +54,14 @@ class LLM:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.runner = ModelRunner(Path(model), num_blocks, block_size)
         self.block_manager = BlockManager(num_blocks, block_size)
-        settings = json.loads((Path(model) / "generation_config.json").read_bytes())
-        self.scheduler = Scheduler(self.block_manager, settings["eos_token_id"], **limits)
+        eos = json.loads((Path(model) / "generation_config.json").read_bytes())["eos_token_id"]
+        eos_token_ids = eos if isinstance(eos, list) else [eos]
+        self.scheduler = Scheduler(self.block_manager, eos_token_ids, **limits)
 
     def add_request(self, prompt: str | list[int], params: SamplingParams) -> Sequence:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         max_len = min(len(token_ids) + params.max_tokens, len(self.runner.model.rope))
+        assert 0 < len(token_ids) < max_len, "an empty or too long prompt, or max_tokens below 1"
         seq = Sequence(token_ids, params, max_len, [*token_ids])
         self.scheduler.waiting.append(seq)
         return seq
@@ -376,8 +378,7 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, batch: Batch, layer: int) -> None:
-    batch.kv_cache[0, layer, batch.slot_mapping] = k
-    batch.kv_cache[1, layer, batch.slot_mapping] = v
+    batch.kv_cache[:, layer, batch.slot_mapping] = torch.stack([k, v])
 
 
 def paged_attention(q: Tensor, batch: Batch, layer: int) -> Tensor:
@@ -399,14 +400,13 @@ def sample(logits: Tensor, seq: Sequence) -> int:
     """The first token whose cumulative weight exceeds a random part of all weights."""
     if seq.params.temperature == 0:
         return int(logits.argmax())
-    weights = ((logits - logits.amax()) / seq.params.temperature).exp()
-    cumulative = weights.cumsum(-1)
+    cumulative = ((logits - logits.amax()) / seq.params.temperature).exp().cumsum(-1)
     threshold = uniform(seq.params.seed, len(seq.token_ids)) * cumulative[-1]
-    return int((cumulative > threshold).max(-1).indices)
+    return int((cumulative > threshold).max(-1).indices)  # the first True
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on these two and nothing else (splitmix64)."""
+    """A number in [0, 1) from these two alone: 23 of splitmix64's 64 bits, exact in float32."""
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
