@@ -21,118 +21,162 @@ FLOAT = ir.FloatType()
 SUMS = ir.VectorType(NUMBER, LANES)
 FLOATS = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.VectorType(ir.IntType(8), LANES)
-CODES = ir.VectorType(ir.IntType(8), 4 * LANES)  # four of each output
+LINE = ir.VectorType(ir.IntType(8), 4 * LANES)  # four codes of each output
 TWOS = ir.VectorType(ir.IntType(16), 2 * LANES)  # sums of two products
+WIDE = ir.VectorType(NUMBER, 4 * LANES)
 
 
-def add_pair(totals, rows, weights, ts, block, pair):
+def add_pair(totals, rows, weights, ts, layer, block, pair):
     """Adds the products of a pair of groups to `totals` fp32 [len(ts), LANES]: of the rows `ts` of
-    an Activations, and of one block of a weight.
+    an Activations, and of one block of a layer's weight.
 
-    The arrays of `weights` are those of one layer. Their shapes are in numba_product.in_lanes.
+    The shapes of a layer's arrays are in numba_product.in_lanes.
     """
-    codes = weights.codes[block, pair]
+    codes = weights.codes[layer, block, pair]
     for group, part in ((2 * pair, codes & 15), (2 * pair + 1, codes >> 4)):
         for r, t in enumerate(ts):
             fours = rows.integers[t, group].astype(np.int32).reshape(-1, 1, 4)
             sums = (part * fours).sum((0, 2), np.int32)
-            sums -= weights.zeros[block, group] * rows.sums[t, group]
-            totals[r] += np.float32(sums) * (rows.scales[t, group] * weights.scales[block, group])
+            sums -= weights.zeros[layer, block, group] * rows.sums[t, group]
+            scales = weights.scales[layer, block, group] * rows.scales[t, group]
+            totals[r] += np.float32(sums) * scales
 
 
 @overload(add_pair)
-def _(totals, rows, weights, ts, block, pair):
-    def add(totals, rows, weights, ts, block, pair):
-        activations = (rows.integers, rows.scales, rows.sums)
-        weight = (weights.codes, weights.scales, weights.zeros)
-        add_in_vectors(totals, *activations, *weight, ts, block, pair)
+def _(totals, rows, weights, ts, layer, block, pair):
+    def add(totals, rows, weights, ts, layer, block, pair):
+        of_rows = (rows.integers, rows.scales, rows.sums)
+        of_weights = (weights.codes, weights.scales, weights.zeros)
+        add_in_vectors(totals, *of_rows, *of_weights, ts, layer, block, pair)
 
     return add
 
 
 @intrinsic
 def add_in_vectors(
-    typing_context, totals, integers, row_scales, sums, codes, scales, zeros, ts, block, pair
+    typing_context,
+    totals,
+    integers,
+    row_scales,
+    row_sums,
+    codes,
+    scales,
+    zeros,
+    ts,
+    layer,
+    block,
+    pair,
 ):
     """Computes `add_pair`."""
 
     def code(context, builder, signature, arguments):
-        def pointer(i, kind, *place):
-            """Where a `kind` lies in array i: at this place, and at 0 in its other dimensions."""
-            array_type = signature.args[i]
-            array = context.make_array(array_type)(context, builder, arguments[i])
-            place += (PLACE(0),) * (array_type.ndim - len(place))
-            number = cgutils.get_item_pointer(context, builder, array_type, array, place)
-            return builder.bitcast(number, kind.as_pointer())
-
-        def load(*where):
-            return builder.load(pointer(*where), align=1)
-
-        ts, block, pair = arguments[7:]
+        arrays = [
+            Numbers(context, builder, array_type, array)
+            for array_type, array in zip(signature.args[:7], arguments)
+        ]
+        totals, integers, row_scales, row_sums, codes, scales, zeros = arrays
+        ts, layer, block, pair = arguments[7:]
         rows = cgutils.unpack_tuple(builder, ts)
         first = builder.shl(pair, PLACE(1))
-        groups = (first, builder.add(first, PLACE(1)))
-        found = sums_of_products(
+        second = builder.add(first, PLACE(1))
+        groups = (first, second)
+        sums = sums_of_products(
             builder,
-            pointer(4, CODES, block, pair),
-            context.make_array(codes)(context, builder, arguments[4]).shape,
-            [[pointer(1, NUMBER, t, group) for t in rows] for group in groups],
+            codes.pointer(LINE, layer, block, pair),
+            builder.extract_value(codes.array.shape, 3),
+            [[integers.pointer(NUMBER, t, group) for t in rows] for group in groups],
         )
-        for group, of_rows in zip(groups, found):
-            group_zeros = builder.zext(load(6, ZEROS, block, group), SUMS)
-            group_scales = load(5, FLOATS, block, group)
-            for r, (t, of_row) in enumerate(zip(rows, of_rows)):
-                surplus = builder.mul(group_zeros, spread(builder, load(3, NUMBER, t, group)))
-                exact = builder.sitofp(builder.sub(of_row, surplus), FLOATS)
-                scale = builder.fmul(spread(builder, load(2, FLOAT, t, group)), group_scales)
-                total = pointer(0, FLOATS, PLACE(r))
-                added = builder.fadd(builder.load(total, align=4), builder.fmul(exact, scale))
-                builder.store(added, total, align=4)
+        for group, of_rows in zip(groups, sums):
+            group_zeros = builder.zext(zeros.load(ZEROS, layer, block, group), SUMS)
+            group_scales = scales.load(FLOATS, layer, block, group)
+            for r, t in enumerate(rows):
+                row_sum = spread(builder, row_sums.load(NUMBER, t, group))
+                row_scale = spread(builder, row_scales.load(FLOAT, t, group))
+                exact = builder.sub(of_rows[r], builder.mul(group_zeros, row_sum))
+                scale = builder.fmul(group_scales, row_scale)
+                added = builder.fmul(builder.sitofp(exact, FLOATS), scale)
+                total = builder.fadd(totals.load(FLOATS, PLACE(r)), added)
+                builder.store(total, totals.pointer(FLOATS, PLACE(r)), align=4)
         return context.get_dummy_value()
 
-    arrays = (totals, integers, row_scales, sums, codes, scales, zeros)
-    return types.void(*arrays, ts, block, pair), code
+    arrays = (totals, integers, row_scales, row_sums, codes, scales, zeros)
+    return types.void(*arrays, ts, layer, block, pair), code
 
 
-def sums_of_products(builder, lines, shape, numbers):
-    """The sums int32 [LANES] of each group and row. A line has four codes of each output, and four
-    integers of a row are one number."""
-    found = [[cgutils.alloca_once_value(builder, SUMS(None)) for _ in rows] for rows in numbers]
-    with cgutils.for_range(builder, builder.extract_value(shape, 2)) as loop:
+class Numbers:
+    """An array, from which vectors are read."""
+
+    def __init__(self, context, builder, array_type, array):
+        self.context = context
+        self.builder = builder
+        self.array_type = array_type
+        self.array = context.make_array(array_type)(context, builder, array)
+
+    def pointer(self, kind, *place):
+        """Where a `kind` lies: at this place, and at 0 in the other dimensions."""
+        place += (PLACE(0),) * (self.array_type.ndim - len(place))
+        arguments = (self.array_type, self.array, place)
+        number = cgutils.get_item_pointer(self.context, self.builder, *arguments)
+        return self.builder.bitcast(number, kind.as_pointer())
+
+    def load(self, kind, *place):
+        return self.builder.load(self.pointer(kind, *place), align=1)
+
+
+def sums_of_products(builder, lines, num_lines, numbers):
+    """The sums [group][row] of a pair, int32 [LANES] each.
+
+    `lines` has four codes of each output in a line. `numbers` has a pointer [group][row] to the
+    integers, of which four are one number here.
+    """
+    zero = SUMS(None)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in rows] for rows in numbers]
+    with cgutils.for_range(builder, num_lines) as loop:
         line = builder.load(builder.gep(lines, [loop.index]), align=1)
-        low = builder.and_(line, CODES([15] * 4 * LANES))
-        high = builder.lshr(line, CODES([4] * 4 * LANES))
-        for half, rows, of_rows in zip((low, high), numbers, found):
-            for row, of_row in zip(rows, of_rows):
-                four = spread(builder, builder.load(builder.gep(row, [loop.index]), align=1))
-                products = sums_of_fours(builder, half, builder.bitcast(four, CODES))
-                builder.store(builder.add(builder.load(of_row), products), of_row)
-    return [[builder.load(of_row) for of_row in of_rows] for of_rows in found]
+        low = builder.and_(line, LINE([15] * 4 * LANES))
+        high = builder.lshr(line, LINE([4] * 4 * LANES))
+        halves = (low, high)
+        for codes, rows, of_rows in zip(halves, numbers, sums):
+            for row, sum_of_row in zip(rows, of_rows):
+                four = builder.load(builder.gep(row, [loop.index]), align=1)
+                integers = builder.bitcast(spread(builder, four), LINE)
+                added = sums_of_fours(builder, codes, integers)
+                total = builder.add(builder.load(sum_of_row), added)
+                builder.store(total, sum_of_row)
+    return [[builder.load(sum_of_row) for sum_of_row in of_rows] for of_rows in sums]
 
 
 def sums_of_fours(builder, codes, integers):
     """The sum of four products in each lane. Two products fit in 16 bits: codes are 0 to 15."""
-
-    def call(name, kind, *operands):
-        types = ir.FunctionType(kind, [operand.type for operand in operands])
-        function = cgutils.get_or_insert_function(builder.module, types, f"llvm.x86.avx2.{name}")
-        return builder.call(function, operands)
-
     if HAS_AVX2:
-        twos = call("pmadd.ub.sw", TWOS, codes, integers)
-        return call("pmadd.wd", SUMS, twos, TWOS([1] * 2 * LANES))
-    wide = ir.VectorType(NUMBER, 4 * LANES)
-    products = builder.mul(builder.zext(codes, wide), builder.sext(integers, wide))
-    return neighbors_added(builder, neighbors_added(builder, products))
+        ones = TWOS([1] * 2 * LANES)
+        twos = avx2(builder, "pmadd.ub.sw", TWOS, codes, integers)
+        return avx2(builder, "pmadd.wd", SUMS, twos, ones)
+    wide_codes = builder.zext(codes, WIDE)
+    wide_integers = builder.sext(integers, WIDE)
+    products = builder.mul(wide_codes, wide_integers)
+    twos = neighbors_added(builder, products)
+    return neighbors_added(builder, twos)
+
+
+def avx2(builder, name, kind, *operands):
+    """The result of an instruction."""
+    operand_types = [operand.type for operand in operands]
+    function_type = ir.FunctionType(kind, operand_types)
+    name = f"llvm.x86.avx2.{name}"
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, operands)
 
 
 def neighbors_added(builder, vector):
     """The sums of the first two numbers, of the next two, and so on."""
-    some = [
-        ir.VectorType(NUMBER, vector.type.count // 2)([*range(first, vector.type.count, 2)])
-        for first in range(2)
-    ]
-    return builder.add(*(builder.shuffle_vector(vector, vector, half) for half in some))
+    count = vector.type.count
+    half = ir.VectorType(NUMBER, count // 2)
+    evens = half([*range(0, count, 2)])
+    odds = half([*range(1, count, 2)])
+    first = builder.shuffle_vector(vector, vector, evens)
+    second = builder.shuffle_vector(vector, vector, odds)
+    return builder.add(first, second)
 
 
 def spread(builder, number):

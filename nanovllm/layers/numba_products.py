@@ -5,9 +5,6 @@ numba_kernels.py says what a program is, and numba_step.py what a Form is. No su
 reordered here: the results are those of groups.plain_product, and of oneDNN, to the last bit.
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import numpy as np
 import torch
 
@@ -15,7 +12,7 @@ from nanovllm.layers.numba_int8 import exact_kernel, quantize_kernel, store_row
 from nanovllm.layers.numba_kernels import as_float32, rounded
 from nanovllm.layers.numba_lanes import LANES, add_pair
 from nanovllm.layers.numba_prefetch import prefetch
-from nanovllm.layers.numba_step import Activations, Form, Weights
+from nanovllm.layers.numba_step import Activations, Form
 
 AHEAD = 12  # rows of a weight between the one that is read and the one that memory is asked for
 TILE = 4  # rows of activations, for which codes are unpacked once
@@ -55,48 +52,44 @@ def multiply_8_bits(out, rows, weights, layer, num_rows, begin, end):
 @exact_kernel
 def multiply_4_bits(out, rows, weights, layer, num_rows, begin, end):
     """Program o: each row times row o of a weight in lanes: see numba_lanes.py."""
-    weight = Weights(
-        weights.codes[layer], weights.scales[layer], weights.zeros[layer], weights.biases[layer]
-    )  # fmt: skip
+    num_pairs = weights.codes.shape[2]
+    biases = weights.biases[layer]
     totals = np.empty((TILE, LANES), np.float32)
     last = num_rows - 1
-    for block in range(begin // LANES, (end + LANES - 1) // LANES):
+    num_blocks = (end + LANES - 1) // LANES
+    for block in range(begin // LANES, num_blocks):
+        first_out = block * LANES
         for t in range(0, num_rows, TILE):
             totals[:] = 0
-            for pair in range(weight.codes.shape[1]):
+            ts = (t, min(t + 1, last), min(t + 2, last), min(t + 3, last))
+            for pair in range(num_pairs):
                 if t == last:
-                    add_pair(totals, rows, weight, (t,), block, pair)
+                    add_pair(totals, rows, weights, (t,), layer, block, pair)
                 else:
-                    ts = (t, t + 1, min(t + 2, last), min(t + 3, last))
-                    add_pair(totals, rows, weight, ts, block, pair)
-            for o in range(max(begin, block * LANES), min(end, block * LANES + LANES)):
-                bias = as_float32(weight.biases[o])
+                    add_pair(totals, rows, weights, ts, layer, block, pair)
+            for o in range(max(begin, first_out), min(end, first_out + LANES)):
                 for r in range(min(TILE, num_rows - t)):
-                    total = totals[r, o - block * LANES]
-                    out[t + r, o] = rounded(total + bias, out[t + r, o])
+                    total = totals[r, o - first_out] + as_float32(biases[o])
+                    out[t + r, o] = rounded(total, out[t + r, o])
+
+
+@exact_kernel
+def multiply_pairs(out, rows, weights, ends, begin, end):
+    """Program o: row o of each expert's matrix times the rows of its pairs: see layers/experts.py.
+    The matrices of experts take the place of layers."""
+    first = 0
+    for expert in range(len(ends)):
+        last = ends[expert]
+        part = Activations(
+            rows.x[first:last],
+            rows.grouped[first:last],
+            rows.integers[first:last],
+            rows.scales[first:last],
+            rows.sums[first:last],
+        )
+        multiply_4_bits(out[first:last], part, weights, expert, last - first, begin, end)
+        first = last
 
 
 IN_8_BITS = Form(integers_of, multiply_8_bits, torch.int16)  # as LLVM multiplies them
 IN_4_BITS = Form(integers_of, multiply_4_bits)
-
-
-@cache
-def pairs_kernel(multiply: Callable) -> Callable:
-    """A kernel for the pairs of layers/experts.py: `multiply` is that of a Form. The matrices of
-    experts take the place of layers."""
-
-    @exact_kernel
-    def multiply_pairs(out, rows, weights, ends, begin, end):
-        """Program o: row o of each expert's matrix times the rows of its pairs."""
-        first = 0
-        for expert in range(len(ends)):
-            last = ends[expert]
-            if last > first:
-                part = Activations(
-                    rows.x[first:last], rows.grouped[first:last],
-                    rows.integers[first:last], rows.scales[first:last], rows.sums[first:last],
-                )  # fmt: skip
-                multiply(out[first:last], part, weights, expert, last - first, begin, end)
-            first = last
-
-    return multiply_pairs

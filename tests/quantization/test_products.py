@@ -144,13 +144,13 @@ def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
     nothing = np.empty(0)
     sums = integers.sum(2, dtype=torch.int32).numpy()
     rows = Activations(nothing, nothing, integers.numpy(), torch.rand(5, 4).numpy(), sums)
-    weights = Weights(*[part.numpy() for part in in_lanes(codes, scales, zeros)], nothing)
+    weights = Weights(*[part[None].numpy() for part in in_lanes(codes, scales, zeros)], nothing)
     add = njit(lambda *arguments: numba_lanes.add_pair(*arguments))
     for ts in ((4,), (0, 2, 3, 3)):
         for block, pair in ((0, 0), (2, 1)):
             found, expected = np.ones((2, len(ts), 8), np.float32)
-            add(found, rows, weights, ts, block, pair)
-            numba_lanes.add_pair(expected, rows, weights, ts, block, pair)
+            add(found, rows, weights, ts, 0, block, pair)
+            numba_lanes.add_pair(expected, rows, weights, ts, 0, block, pair)
             np.testing.assert_array_equal(found, expected)
 
 

@@ -26,7 +26,11 @@ ROWS = 1024  # of the weight, which are unpacked at a time
 class Product:
     """A product that holds the weight as groups. It is a `Quantized`, see layers/linear.py."""
 
-    def __init__(self, weight: Groups, multiply: Callable[..., Tensor]):
+    def __init__(
+        self,
+        weight: Groups,
+        multiply: Callable[..., Tensor],
+    ):
         self.held = weight
         self.multiply = multiply
         self.group = weight.codes.shape[2]

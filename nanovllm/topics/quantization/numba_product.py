@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.layers.experts import Pairs
 from nanovllm.layers.linear import Groups, Quantized
 from nanovllm.layers.numba_lanes import LANES
-from nanovllm.layers.numba_products import IN_4_BITS, bytes_of_rows, pairs_kernel
+from nanovllm.layers.numba_products import IN_4_BITS, bytes_of_rows, multiply_pairs
 from nanovllm.layers.numba_run import array, run
 from nanovllm.layers.numba_step import Weights, new_rows
 from nanovllm.topics.quantization import experts, int8
@@ -31,15 +31,21 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 class InLanes:
     """The product with a weight in 4 bits. It is a `Quantized`, see layers/linear.py. With experts,
-    it has the matrices of all of them, one below the other: a kernel computes all pairs."""
+    it has the matrices of all of them, one below the other: one kernel computes all pairs."""
 
     def __init__(self, weight: Groups, num_experts: int | None):
-        codes, scales, _ = weight
-        num_matrices = num_experts or 1
+        codes, scales, zeros = weight
+        assert zeros is not None, "a weight in 4 bits has zeros"
         self.group = codes.shape[2]
-        self.sizes = (len(codes) // num_matrices, scales.shape[1])  # outputs and groups
-        parts = zip(*(part.chunk(num_matrices) for part in weight if part is not None))
-        matrices = [in_lanes(*part) for part in parts]
+        num_matrices = num_experts or 1
+        self.num_out = len(codes) // num_matrices
+        self.num_groups = scales.shape[1]
+        of_matrices = zip(
+            codes.chunk(num_matrices),
+            scales.chunk(num_matrices),
+            zeros.chunk(num_matrices),
+        )
+        matrices = [in_lanes(*parts) for parts in of_matrices]
         self.parts = matrices[0]
         if num_experts is not None:
             self.parts = [*map(torch.stack, zip(*matrices))]
@@ -49,32 +55,42 @@ class InLanes:
         """x [T, in] times the weight: fp32 [T, out], or [P, out] for pairs."""
         arrays = [*map(array, self.parts)]
         if pairs is not None:
-            kernel = pairs_kernel(IN_4_BITS.multiply)
-            results = self.multiply(kernel, x[pairs.rows], arrays, pairs.ends.numpy())
+            rows = x[pairs.rows]
+            ends = pairs.ends.numpy()
+            results = self.multiply(multiply_pairs, rows, arrays, ends)
             return pairs.placed(results)
         layers = [part[None] for part in arrays]
         return self.multiply(IN_4_BITS.multiply, x, layers, 0, len(x))
 
     def multiply(
-        self, kernel: Callable, x: Tensor, arrays: list[np.ndarray], *where: Any
+        self,
+        kernel: Callable,
+        x: Tensor,
+        arrays: list[np.ndarray],
+        *where: Any,
     ) -> Tensor:
-        num_out, _ = self.sizes
-        rows = new_rows(x.float().contiguous(), IN_4_BITS, self.group)
+        numbers = x.float().contiguous()
+        rows = new_rows(numbers, IN_4_BITS, self.group)
         run(IN_4_BITS.prepare, (rows,), len(x), x.numel())
-        out = torch.empty(len(x), num_out)
-        biases = np.zeros((len(arrays[0]), num_out), np.float32)
-        arguments = (array(out), rows, Weights(*[*arrays, biases]), *where)
-        run(kernel, arguments, num_out, x.numel() * num_out)
+        out = torch.empty(len(x), self.num_out)
+        codes, scales, zeros = arrays
+        biases = np.zeros((len(codes), self.num_out), np.float32)
+        weights = Weights(codes, scales, zeros, biases)
+        arguments = (out.numpy(), rows, weights, *where)
+        work = x.numel() * self.num_out
+        run(kernel, arguments, self.num_out, work)
         return out
 
     def weight(self) -> Groups:
-        num_out, num_groups = self.sizes
-        codes = self.parts[0].movedim(-2, -4).flatten(-2).flatten(-4, -3)
-        rows = [codes[..., :num_out, :, :].flatten(0, -3)]
-        for of_groups in self.parts[1:]:
-            numbers = of_groups.mT.flatten(-3, -2)
-            rows.append(numbers[..., :num_out, :num_groups].flatten(0, -2))
-        return Groups(*rows)
+        codes, scales, zeros = self.parts
+        codes = codes.movedim(-2, -4).flatten(-2)
+        codes = codes.flatten(-4, -3)[..., : self.num_out, :, :]
+        parts = [codes.flatten(0, -3)]
+        for numbers in (scales, zeros):
+            rows = numbers.mT.flatten(-3, -2)
+            rows = rows[..., : self.num_out, : self.num_groups]
+            parts.append(rows.flatten(0, -2))
+        return Groups(*parts)
 
 
 def in_lanes(codes: Tensor, scales: Tensor, zeros: Tensor) -> list[Tensor]:
@@ -82,13 +98,14 @@ def in_lanes(codes: Tensor, scales: Tensor, zeros: Tensor) -> list[Tensor]:
     and zeros uint8 [blocks, groups, LANES]. Numbers that lacked are 0."""
     num_out, num_pairs, group = codes.shape
     lacking = -num_out % LANES
-    blocks = F.pad(codes, (0, 0, 0, 0, 0, lacking)).view(-1, LANES, num_pairs, group // 4, 4)
-
-    def of_groups(numbers: Tensor) -> Tensor:
-        padded = F.pad(numbers, (0, 2 * num_pairs - numbers.shape[1], 0, lacking))
-        return padded.unflatten(0, (-1, LANES)).mT.contiguous()
-
-    return [blocks.permute(0, 2, 3, 1, 4).contiguous(), of_groups(scales), of_groups(zeros)]
+    padded = F.pad(codes, (0, 0, 0, 0, 0, lacking))
+    blocks = padded.view(-1, LANES, num_pairs, group // 4, 4)
+    parts = [blocks.permute(0, 2, 3, 1, 4).contiguous()]
+    for numbers in (scales, zeros):
+        lacking_groups = 2 * num_pairs - numbers.shape[1]
+        padded = F.pad(numbers, (0, lacking_groups, 0, lacking))
+        parts.append(padded.unflatten(0, (-1, LANES)).mT.contiguous())
+    return parts
 
 
 def product_of(weight: Groups, num_experts: int | None) -> Quantized:
