@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from zlib import crc32
 
 import llvmlite.binding
@@ -101,6 +102,8 @@ def made_of(function: Callable, stamp: Callable = checksum) -> list:
     for value in [*values, *map(function.__globals__.get, code.co_names)]:
         if hasattr(value, "py_func"):
             parts.append(made_of(value.py_func, stamp))
+        elif isinstance(value, FunctionType):  # what it is compiled to is in the same file
+            parts.append(stamp(value.__code__.co_filename))
         elif isinstance(value, int | float):
             parts.append(value)
     return parts

@@ -274,3 +274,15 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     double_in(tmp_path)
     assert "cannot be kept: set NUMBA_CACHE_DIR to a folder" in caplog.text
+
+
+def test_a_kernel_is_compiled_again_when_any_file_that_it_is_made_of_changes():
+    """What vectors and prefetching are compiled to is not Python that numba would look at."""
+    from nanovllm.layers.numba_products import multiply_8_bits
+    from nanovllm.topics.quantization.numba_product import IN_4_BITS
+
+    for kernel, file in (
+        (multiply_8_bits, "numba_prefetch.py"),
+        (IN_4_BITS.multiply, "numba_lanes.py"),
+    ):
+        assert file in str(numba_kernels.made_of(kernel.py_func, str))
