@@ -9,7 +9,6 @@ from fake_model import FakeRunner
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import SamplingParams
-from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
 
@@ -179,16 +178,6 @@ def test_reason_to_end():
         step(scheduler, runner)
     ends = [(seq.finish_reason, seq.num_output_tokens) for seq in sequences]
     assert ends == [("enough", 2), ("length", 4)]
-
-
-def test_a_choice_that_is_no_candidate():
-    """Of requests that wait, and of those that run."""
-    runs = {"next_waiting": lambda self: (self.running + self.waiting)[0]}
-    scheduler, _ = playing(runs, [3, 3])
-    with pytest.raises(ScheduleError, match=r"next_waiting\(\): Request\(0\) is not one of"):
-        scheduler.schedule()
-    with pytest.raises(ScheduleError, match=r"preempt\(\): Request\(1\) is not one of"):
-        scheduler.preempt(scheduler.waiting[0])
 
 
 def is_urgent(self, request):
