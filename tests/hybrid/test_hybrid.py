@@ -87,9 +87,9 @@ def random_overrides(rng: random.Random) -> dict:
     )
 
 
-@pytest.mark.slow(but_every=20)
+@pytest.mark.slow(but_every=9)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(20))  # seeds to 99 have passed
+@pytest.mark.parametrize("seed", range(8))  # seeds to 99 have passed
 def test_random_configurations_equal_transformers(seed, family, tmp_path):
     """Scarce memory, preemption, chunks of 1 to 64 tokens, several samples, and company."""
     rng = random.Random(seed)
@@ -165,14 +165,6 @@ def test_rounded_numbers_are_close(options, tolerance, backend, model):
     check_answers(reference, llm, prompts, SCORED, tolerance=tolerance)
     assert llm.runner.model.model.norm.weight.dtype == torch.float32
     assert llm.runner.kv_cache.tensor.dtype in (torch.bfloat16, torch.int8)
-
-
-def test_groups_that_do_not_divide_the_values(tmp_path):
-    path = save(new_model("qwen3_5_text", hidden_size=64, intermediate_size=64), tmp_path)
-    with pytest.raises(
-        ValueError, match="with this model: groups of 32 numbers do not divide rows of 48"
-    ):
-        LLM(path, **OPTIONS, quantization="int4")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
