@@ -203,19 +203,6 @@ def test_no_link_is_broken_and_nothing_comes_from_a_network(site):
 
 
 @pytest.mark.slow
-def test_handouts_and_the_lab_lead_to_each_other(site):
-    if not (site / "lab.html").is_file():
-        pytest.skip("the lab was not built: there is no npm")
-    data = (site / "lab.html").read_text(encoding="utf-8")
-    handouts = re.findall(r'"handout": "([^"]*)"', data)
-    assert len(handouts) == 7
-    for handout in handouts:
-        name = Path(handout).parent.name
-        targets = Parts(site / handout).targets
-        assert f"../../../lab.html#{name}" in targets
-
-
-@pytest.mark.slow
 def test_no_mark_of_markdown_is_left(site):
     """A generator that reads a text otherwise than GitHub leaves its marks in the page."""
     for page in pages_of_book(site):

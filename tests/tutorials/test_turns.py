@@ -137,9 +137,3 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(
     assert len(results["ours"]["runs"]) == len(results["other"]["runs"]) == 2
     assert "this goes to the log" in capsys.readouterr().err
     assert not running(lines)
-
-
-def test_an_engine_that_does_not_end_is_ended(record):
-    results, lines = play(record, ["ours", "does not end"], 1)
-    assert "error" not in results["does not end"]
-    assert not running(lines)
