@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.processing.outputs import CompletionOutput
-from nanovllm.processing.text import MOST_TOKENS, Text
+from nanovllm.processing.text import Text
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +142,6 @@ def test_each_sample_ends_by_its_own_stop_string(llm, caplog):
     assert [one.finish_reason for one in output.outputs] == reasons
     assert len({text.find(" a") for text in texts}) > 1
     assert "a step failed" not in caplog.text  # the tokens would be right even so
-
-
-def test_few_tokens_are_decoded_together(llm):
-    output = CompletionOutput(0)
-    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams())
-    text = "One word after the other. " * 9
-    for token_id in llm.tokenizer.encode(text):
-        stream.add(token_id)
-        assert len(stream.token_ids) - stream.begin <= MOST_TOKENS
-    assert output.text == text
 
 
 @pytest.mark.parametrize("stop", [None, ["tt", " the end"]])

@@ -548,13 +548,11 @@ SAID = {
     # the reasoning, the content, and the arguments of each call
     "<think>\nhm, 5.\n</think>\n\nIt is 5.": ("hm, 5.\n", "It is 5."),
     "<think>for ever": ("for ever", ""),
-    "\n<think>a</think>b": ("a", "b"),
     "no <think>tags</think>": ("", "no <think>tags</think>"),
     "</think>": ("", "</think>"),
     f"<think>I add.</think>Well:\n{CALL}\n{CALL}": ("I add.", "Well:\n", {"a": 1, "b": "é"}, {"a": 1, "b": "é"}),
     CALL: ("", None, {"a": 1, "b": "é"}),
     '<tool_call>{"name":"f","arguments":null}</tool_call>': ("", None, {}),
-    '<tool_call>{"name":"f"}</tool_call>': ("", None, {}),
     '<tool_call>{"name":"f","arguments":{"a":"\\"</tool_call>"}}</tool_call>': ("", None, {"a": '"</tool_call>'}),
     BAD: ("", BAD),
 }  # fmt: skip
@@ -563,7 +561,7 @@ SAID = {
 @pytest.mark.parametrize("text", SAID)
 def test_reasoning_and_calls_of_tools_are_apart_wherever_they_are_cut(parrot, text):
     reasoning, content, *calls = SAID[text]
-    for seed in (None, *range(4)):
+    for seed in (None, 0, 1):
         message = message_of(parrot, text, tools=TOOLS, seed=seed)
         assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
         made = message.get("tool_calls", [])
