@@ -214,7 +214,7 @@ def test_filters_at_their_border():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [75, 80, 90, 120])
+@pytest.mark.parametrize("capability", [75, 90, 120])
 def test_compiled_ahead_of_time(capability):
     """For the heads of Qwen3-0.6B: fits into consumer cards, spills no registers, and a tile of keys and values is loaded
     while the one before is computed. Attention also fits for the largest heads, in groups of seven."""
@@ -235,7 +235,7 @@ print(json.dumps([compile_kernels.all_resources({capability}), odd]))
     assert len(kernels) == 26  # some of them in several forms
     for name, found in kernels.items():
         assert found["shared"] <= 99 * 1024 and found["spilled"] == 0, name
-    if capability < 80:
+    if capability == 75:
         return
     assert min(kernels[name]["buffers"] for name in ("decode", "prefill")) >= 2
     # then two programs of 8 warps share a multiprocessor, which has 65,536 registers
