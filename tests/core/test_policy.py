@@ -71,17 +71,6 @@ def test_may_admit():
     assert step(scheduler, runner) == [("0", 12)]  # 4 tokens are left
 
 
-def test_a_request_that_may_not_be_admitted_is_asked_for_once():
-    asked = []
-    no = {"may_admit": lambda self, request, schedule: bool(asked.append(request.request_id))}
-    scheduler, runner = playing(no, [3])
-    assert step(scheduler, runner) == [] and asked == ["0"]
-    asked.clear()
-    yes = {"may_admit": lambda self, request, schedule: asked.append(request.request_id) or True}
-    scheduler, runner = playing(yes, [3, 3], seqs=1)
-    assert step(scheduler, runner) == [("0", 3)] and asked == ["0"]  # request 1 does not fit
-
-
 BUDGETS = [
     # no prompt is admitted once the prompt budget is used
     ((16, 8), [8, 8], [[("0", 8)]], ["1"]),

@@ -56,14 +56,6 @@ def test_a_block_is_cached_once_its_last_token_is_no_longer_pending():
         assert not ending.schedule().items  # the last token of an answer is not fed to the model
 
 
-def test_a_request_arriving_later_joins_the_running_batch():
-    scheduler, runner = new_scheduler(), FakeRunner(4)
-    scheduler.add(new_request(0, 5))
-    step(scheduler, runner)
-    scheduler.add(new_request(1, [9] * 3))
-    assert step(scheduler, runner) == [("0", 1), ("1", 3)]
-
-
 def test_max_num_seqs_bounds_the_batch():
     scheduler, runner = new_scheduler(seqs=3), FakeRunner(4)
     for i in range(5):

@@ -6,9 +6,7 @@ Run: pytest tests/decoding/test_penalties.py [-k prompt]
 
 import math
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -27,7 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.decoding.penalties import adjusted_logits, adjustments_of
+from nanovllm.topics.decoding.penalties import adjusted_logits
 from nanovllm.topics.decoding.rules import rules_of
 
 STOP = 98
@@ -209,34 +207,6 @@ def test_counts_follow_their_sequences():
             if counts:
                 counts.pairs[1] += 1  # an interrupted step has counted too much
             lost.request.rewind()
-
-
-def counting(action: Callable[[], object]) -> int:
-    """How many functions are called, in Python and in C."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}])
-def test_a_step_counts_new_tokens_only(options):
-    """Its work does not grow with the context."""
-    num_calls = []
-    for length in (100, 4000):
-        (seq,) = new_request([*range(length)], SamplingParams(**options)).sequences
-        adjustments_of([seq])
-        seq.token_ids += [5, 5, length]
-        num_calls.append(counting(lambda seq=seq: adjustments_of([seq])))
-    assert num_calls[0] == num_calls[1] < 60
 
 
 def test_log_probabilities_are_those_before_penalties(path, model):

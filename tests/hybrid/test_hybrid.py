@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.hybrid.states import StateBlocks
@@ -404,37 +403,3 @@ def test_classes_of_a_student(model):
     prompts = prompts_of(random.Random(14), 5, 40)
     params = replace(GREEDY, n=2)
     check_answers(reference, llm, prompts, params)
-
-
-def forget_owner(manager, parent, child, num_tokens=None):
-    StateBlocks.fork(manager, parent, child, num_tokens)
-    manager.slot_owners[child.state_slot] = 1
-
-
-def forget_slot(manager, seq):
-    seq.state_slot = 0
-    StateBlocks.free(manager, seq)
-
-
-def forget_to_own(manager, seq, num_tokens):
-    BlockManager.allocate(manager, seq, num_tokens)
-
-
-@pytest.mark.parametrize(
-    "method, what",
-    [
-        ({"fork": forget_owner}, "slot . is in 2 sequences, but its slot_owners is 1"),
-        ({"free": forget_slot}, "slot . is in 0 sequences, but its slot_owners is 1"),
-        ({"allocate": forget_to_own}, "slot 0 is in 1 sequences, but its slot_owners is 0"),
-    ],
-)
-def test_a_method_that_loses_a_slot_is_named(method, what, model):
-    (name,) = method
-    mine = type("Mine", (StateBlocks,), method)
-    llm = LLM(model[1], **OPTIONS, block_manager_cls=mine)
-    params = replace(GREEDY, n=2, max_tokens=4)
-    with pytest.raises(
-        ScheduleError, match=rf"Mine\.{name}\(\): the blocks do not add up: .*{what}"
-    ):
-        for prompt in ([1, 2, 3], [4, 5]):
-            llm.generate(prompt, params, use_tqdm=False)

@@ -110,15 +110,6 @@ def test_order_of_turns(record):
     assert not running(lines)
 
 
-def test_rounds_with_the_first_requests_come_last(record):
-    """No prefix cache knows their prompts, either."""
-    results, lines = play(record, ["ours", "a"], 1, warm_up=0, few=[7])
-    asked = [line for line in lines if "round" in line or "observe" in line]
-    few = "a round 1 7, ours round 1 7, ours round 2 7, a round 2 7, a round 3 7, ours round 3 7"
-    assert asked == ["ours round 0", "a round 0", *few.split(", "), "ours observe 4"]
-    assert results["a"]["few"] == {7: 0} and results["a"]["warm_up"] == []
-
-
 @pytest.mark.parametrize(
     "name, error, num_rounds",
     [
