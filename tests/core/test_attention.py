@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.backends.torch_ops import layout, paged_attention, store_kv
-from nanovllm.layers import torch_attention
 from nanovllm.layers.torch_attention import Layout, group_by_context
 from tutorials.measure.batches import random_batch
 
@@ -18,16 +17,6 @@ def test_a_long_context_beside_short_ones_is_a_group_of_its_own():
     sequences = [(1, 50), (1, 2000), (1, 49), *[(1, 50)] * 13]
     batch, _ = random_batch(sequences, 2, 16, num_blocks=400)
     assert sorted(part.places[:, 0].numel() for part in Layout(batch).parts) == [15 * 50, 2000]
-
-
-def test_groups_on_a_gpu_are_large(monkeypatch):
-    """There, a call costs more than a copy that is in no cache."""
-    batch, _ = random_batch([(1, 130)] * 64, 8, 32, block_size=16, num_blocks=800)
-    counts = {}
-    for device, max_bytes in [*torch_attention.GATHERED_BYTES.items()]:
-        monkeypatch.setitem(torch_attention.GATHERED_BYTES, "cpu", max_bytes)
-        counts[device] = len(Layout(batch).parts)
-    assert counts == {"cpu": 5, "cuda": 1}
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1000, 10**6]))

@@ -4,14 +4,12 @@ Run: pytest tests/core/test_close.py --slow
 """
 
 import gc
-import os
 import subprocess
 import sys
 import threading
 import weakref
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
 
@@ -103,15 +101,3 @@ while llm.stats()["output_tokens"] < 20:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system can have no ranks")
-def test_closing_ends_the_ranks():
-    num_threads = torch.get_num_threads()
-    with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
-        assert llm.generate("17 + 25 =", GREEDY, use_tqdm=False)[0].outputs[0].text == " 42"
-        (child,) = llm.runner.group.watch.children
-        assert child.process.poll() is None
-    assert child.process.poll() is not None and torch.get_num_threads() == num_threads
-    assert not any(thread.name.startswith("watch") for thread in threading.enumerate())

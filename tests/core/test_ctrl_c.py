@@ -6,6 +6,7 @@ Run: pytest tests/core/test_ctrl_c.py
 
 import contextlib
 import linecache
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,6 @@ def test_a_ctrl_c_whose_exception_is_kept_leaves_the_lock_free(has_request):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(engine_fuzz.signal, "setitimer"), reason="there is no setitimer")
 def test_random_lives():
-    """Two thousand steps of them; engine_fuzz.py by itself does more."""
-    counts = engine_fuzz.run(steps=2000, seed=7)
+    """Two thousand steps of them, or STEPS."""
+    counts = engine_fuzz.run(steps=int(os.environ.get("STEPS", 2000)), seed=7)
     assert counts["right"] > 100 and counts["faults"] > 10 and counts["interrupts"] > 10, counts

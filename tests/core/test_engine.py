@@ -73,7 +73,7 @@ def no_block_is_lost(request):
 # --- parity ---
 
 
-@pytest.mark.slow(but_every=5)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tokens", [37, 2048])
 @pytest.mark.parametrize("num_blocks", [13, 500])

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(
 
 
 @pytest.mark.slow(but_every=30)
-@pytest.mark.parametrize("seed", range(20))  # seeds to 99 have passed
+@pytest.mark.parametrize("seed", range(8))  # seeds to 99 have passed
 def test_like_transformers(seed, tmp_path):
     """In chunks of 1 to 64 tokens, with preemption, from both layouts of the files."""
     rng = random.Random(seed)

@@ -16,11 +16,8 @@ from fake_engine import answer, check_clean, new_llm, result
 
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager, Moves
-from nanovllm.schedule import Item, Schedule, ScheduleError
+from nanovllm.schedule import Schedule, ScheduleError
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Request
-from nanovllm.topics.checks.contents import Contents
-from nanovllm.topics.decoding.drafts import Draft
 
 # --- what one plan shows ---
 
@@ -134,28 +131,6 @@ def test_a_livelock_ends_with_a_sentence():
 
 
 # --- what a block holds ---
-
-
-def reads(start, changed=None, copies=()):
-    """Whether a sequence finds its first `start` tokens where another one has written seven, the last one as a draft;
-    with this one of its tokens changed."""
-    contents = Contents(4)
-    made = (Request("", None, [*range(length)], SamplingParams()) for length in (6, 9))
-    writer, reader = (request.sequences[0] for request in made)
-    writer.block_table, reader.block_table = [0, 1], [0, 1, 3]
-    contents.go_on([Item(writer, 0, 6)], Moves())
-    for _, target in copies:
-        writer.block_table[1] = target
-    contents.go_on([Item(Draft(writer, [*range(9)]), 6, 1)], Moves(copies=[*copies]))
-    if changed is not None:
-        reader.token_ids[changed] = 99
-    return contents.go_on([Item(reader, start, 1)], Moves()) is None
-
-
-def test_a_block_holds_what_was_written_last():
-    copies = [(1, 2)]
-    assert reads(7) and reads(7, 8) and reads(6, 6) and reads(6, copies=copies)
-    assert not (reads(8) or reads(7, 6) or reads(7, 0) or reads(7, copies=copies))
 
 
 # --- what is right, but unusual ---

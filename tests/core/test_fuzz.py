@@ -1,5 +1,5 @@
-"""Random requests with parameters at the edges of what is allowed, and beyond: each is refused with a ValueError or
-runs to its end, no step fails, and a neighbor in the same batch gets its usual answer.
+"""Random requests with parameters at the edges of what is allowed: each runs to its end, no step fails, and a neighbor in
+the same batch gets its usual answer. Only what cannot fit is refused; wrong values are in test_config.py and test_inputs.py.
 
 Run: pytest tests/core/test_fuzz.py; with --slow four times as many
 """
@@ -8,8 +8,6 @@ import random
 from collections import Counter
 
 import pytest
-from wrong_values import PROMPTS as REFUSED_PROMPTS
-from wrong_values import wrong_values
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.topics.checks.blocks import check_blocks
@@ -37,11 +35,6 @@ BEAM_EDGES = {
     "early_stopping": [True, False, "never"],
     "ignore_eos": EDGES["ignore_eos"],
 }
-WRONG = {cls: wrong_values(cls) for cls in (SamplingParams, BeamSearchParams)}
-WRONG[SamplingParams]["n"] += [13, 10**6, 10**30]  # this and the next two: of this engine only
-WRONG[SamplingParams]["stop_token_ids"] += [[1536], [2**63], [10**5000]]
-WRONG[BeamSearchParams]["beam_width"] += [13, 10**6, 10**30]
-WRONG[SamplingParams]["seed"] += [10**5000]
 SPECIAL = ["<|im_end|>", "<|endoftext|>" * 3]
 PROMPTS = [
     *["a", " ", "\n", "\x00", "what is 12 + 30?", "😀😀", "e\u0301", *SPECIAL, "word " * 12],
@@ -50,20 +43,12 @@ PROMPTS = [
     [{"role": "x", "content": ""}],
     [{"role": "user", "content": "1 + 1", "name": "a"}, {"role": "assistant", "content": "2"}],
 ]
-WRONG_PROMPTS = [prompt for prompt, _ in REFUSED_PROMPTS]
-WRONG_PARAMS = [5, "greedy", {}, [SamplingParams()], SamplingParams, object()]
 
 
-def draw(rng: random.Random, edges: dict, wrong: dict, share: float) -> dict:
-    """Some of the parameters, each with an edge; with probability `share` one that is not allowed."""
+def draw(rng: random.Random, edges: dict) -> dict:
+    """Some of the parameters, each with an edge."""
     names = rng.sample(sorted(edges), rng.randint(0, len(edges)))
-    options = {name: rng.choice(edges[name]) for name in names}
-    if rng.random() < share:
-        name = rng.choice(sorted(wrong))
-        options[name] = rng.choice(wrong[name])
-    if rng.random() < share / 10:
-        options[rng.choice(["temprature", "best_of", "logit_bias"])] = 1
-    return options
+    return {name: rng.choice(edges[name]) for name in names}
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -102,14 +87,10 @@ class Fuzz:
             if i == at:
                 me = llm.add_request(self.question, neighbor)
             try:
-                prompt = rng.choice(WRONG_PROMPTS if rng.random() < 0.1 else PROMPTS)
+                prompt = rng.choice(PROMPTS)
                 is_beams = rng.random() < 0.15
                 cls, edges = (BeamSearchParams, BEAM_EDGES) if is_beams else (SamplingParams, EDGES)
-                params = (
-                    rng.choice(WRONG_PARAMS)
-                    if rng.random() < 0.03
-                    else cls(**draw(rng, edges, WRONG[cls], share=0.15))
-                )
+                params = cls(**draw(rng, edges))
                 ids.append(llm.add_request(prompt, params))
             except ValueError as error:
                 assert str(error) and len(str(error)) < 1000, str(error)
@@ -163,4 +144,4 @@ def test_whatever_is_accepted_runs(options, pytestconfig):
     total = 40 if pytestconfig.getoption("--slow") else 20
     counts = Fuzz(**options).run(total, seed=len(options))
     assert counts["answered"] > 0.6 * total
-    assert counts["refused"] > 0.08 * total and counts["greedy"] > 0.12 * total
+    assert counts["greedy"] > 0.12 * total

@@ -113,7 +113,10 @@ def test_a_file_that_is_no_json_object(name, text, embedded):
     if READ_BY[name] is weight_files:
         (embedded / "model.safetensors").unlink()
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    for read in (READ_BY[name], lambda path: LLM(path, device="cpu", num_blocks=8)):
+    reads = [READ_BY[name]]
+    if text == "{broken":  # the engine takes what these functions say
+        reads.append(lambda path: LLM(path, device="cpu", num_blocks=8))
+    for read in reads:
         with pytest.raises(ValueError) as error:
             read(embedded)
         assert str(error.value).startswith(f"{file} cannot be read: ")

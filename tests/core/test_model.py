@@ -18,7 +18,7 @@ from nanovllm.device.onednn import convert
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.rotary import longest_context, rope_table
+from nanovllm.layers.rotary import rope_table
 from nanovllm.loader import FAMILIES, load_config, load_model
 from nanovllm.models.dense import check_supported, head_dim_of
 
@@ -289,39 +289,6 @@ def test_rope_settings_count(settings):
     angles = torch.outer(torch.arange(512.0), theta ** -(torch.arange(8.0) / 8))
     expected = torch.cat([angles.cos(), angles.sin()], dim=1)
     torch.testing.assert_close(rope_table(config, 16, 512), expected, atol=1e-4, rtol=0)
-
-
-def test_the_layers_of_pytorch_keep_what_ops_says():
-    """The sum is in place of the residual, and a rotation of 16-bit numbers is rounded once."""
-    x = torch.randn(3, 8).bfloat16()
-    residual = x.clone()
-    norm = torch.nn.RMSNorm(8, 0.5)
-    total, normed = torch_ops.add_and_norm(residual, x, norm.bfloat16())
-    assert total is residual and torch.equal(total, x + x) and torch.equal(normed, norm(total))
-    qkv, angles = torch.randn(3, 3, 8).bfloat16(), torch.randn(3, 4)
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    q, *_ = torch_ops.norm_and_rotate(qkv.clone(), None, None, cos_sin, [1, 1, 1])
-    exact, *_ = torch_ops.norm_and_rotate(qkv.float(), None, None, cos_sin, [1, 1, 1])
-    assert torch.equal(q, exact.bfloat16())
-    q, *_ = torch_ops.norm_and_rotate(qkv.float(), norm, norm, cos_sin, [1, 1, 1])
-    exact, *_ = torch_ops.norm_and_rotate(norm(qkv).float(), None, None, cos_sin, [1, 1, 1])
-    torch.testing.assert_close(q, exact, atol=0.02, rtol=0.02)  # normed in bfloat16
-
-
-def test_rope_settings_of_both_generations_of_transformers():
-    class Config:
-        max_position_embeddings = 64
-        head_dim, hidden_size, num_attention_heads = 16, 32, 2
-
-    old, new = Config(), Config()
-    old.rope_theta, old.rope_scaling = 5e5, None
-    new.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-    assert torch.equal(rope_table(old, 16, 64), rope_table(new, 16, 64))
-    assert longest_context(old) == 64
-    old.rope_scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert longest_context(old) == 128
-    old.rope_scaling["type"] = "llama3"
-    assert longest_context(old) == 64
 
 
 def test_a_layer_is_nine_launches():

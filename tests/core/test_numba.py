@@ -102,16 +102,6 @@ def test_kernels_have_512_bits_where_the_clock_stays(tmp_path):
     assert run.stdout.split() == ["12"], run.stderr
 
 
-def test_a_call_computes_its_own_programs_only():
-    """Of two sequences with two KV heads each, those from the second to the third program."""
-    batch, _ = random_batch([(1, 9), (1, 33)], 2, 32)
-    arrays = [numba_run.array(x) for x in (torch.randn(2, 4, 32), *batch.kv_cache.layers[1])]
-    out = np.full((2, 4, 32), 7, np.float32)
-    arrays += numba_ops.layout(batch).arrays
-    numba_kernels.decode_kernel(32, 2)(out, *arrays, np.float32(0.25), 1, 1, 3)
-    assert (out == 7).all(-1).tolist() == [[True, True, False, False], [False, False, True, True]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_read_exactly_and_rounded_to_even(dtype):
     """All numbers, compiled; and those half way between two, and a little beside."""

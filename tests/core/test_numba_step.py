@@ -103,6 +103,7 @@ def test_a_later_step_may_have_more_threads_than_the_first(monkeypatch):
         assert not recording.is_alive()
 
 
+@pytest.mark.slow
 def test_openmp_may_give_fewer_threads():
     """Than it is asked for: then the step is shared between those that there are."""
     code = """

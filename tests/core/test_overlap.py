@@ -9,7 +9,6 @@ Run: pytest tests/core/test_overlap.py
 import random
 
 import pytest
-from defaults import check_with
 from fake_engine import (
     VOCAB_SIZE,
     Boom,
@@ -201,8 +200,8 @@ def logprobs(output) -> list[float]:
     return [value for entry in entries for value in entry.values()]
 
 
-@pytest.mark.slow(but_every=9)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow(but_every=4)
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "options",
     [
@@ -269,10 +268,3 @@ def test_what_was_in_flight_when_all_were_aborted_is_dropped(is_settled):
     assert result(go_on(llm)["c"]) == result(expected)
     assert llm.stats()["wasted_tokens"] == 2
     check_clean(llm)
-
-
-@pytest.mark.slow
-def test_what_holds_for_one_step_after_the_other_holds_for_two_in_flight():
-    names = ["ctrl", "en", "f", "po", "rec"]
-    patterns = [f"core/test_{name}*.py" for name in names] + ["swapping/*.py", "processing/*.py"]
-    check_with({"overlap": True}, patterns)

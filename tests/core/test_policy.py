@@ -9,7 +9,6 @@ from fake_model import FakeRunner
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import SamplingParams
-from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 
 
@@ -70,17 +69,6 @@ def test_may_admit():
     assert step(scheduler, runner) == [("0", 3), ("1", 3)]
     scheduler, runner = playing({"may_admit": at_most_two}, [12, 3], tokens=16)
     assert step(scheduler, runner) == [("0", 12)]  # 4 tokens are left
-
-
-def test_a_request_that_may_not_be_admitted_is_asked_for_once():
-    asked = []
-    no = {"may_admit": lambda self, request, schedule: bool(asked.append(request.request_id))}
-    scheduler, runner = playing(no, [3])
-    assert step(scheduler, runner) == [] and asked == ["0"]
-    asked.clear()
-    yes = {"may_admit": lambda self, request, schedule: asked.append(request.request_id) or True}
-    scheduler, runner = playing(yes, [3, 3], seqs=1)
-    assert step(scheduler, runner) == [("0", 3)] and asked == ["0"]  # request 1 does not fit
 
 
 BUDGETS = [
@@ -179,16 +167,6 @@ def test_reason_to_end():
         step(scheduler, runner)
     ends = [(seq.finish_reason, seq.num_output_tokens) for seq in sequences]
     assert ends == [("enough", 2), ("length", 4)]
-
-
-def test_a_choice_that_is_no_candidate():
-    """Of requests that wait, and of those that run."""
-    runs = {"next_waiting": lambda self: (self.running + self.waiting)[0]}
-    scheduler, _ = playing(runs, [3, 3])
-    with pytest.raises(ScheduleError, match=r"next_waiting\(\): Request\(0\) is not one of"):
-        scheduler.schedule()
-    with pytest.raises(ScheduleError, match=r"preempt\(\): Request\(1\) is not one of"):
-        scheduler.preempt(scheduler.waiting[0])
 
 
 def is_urgent(self, request):

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.rotary import rope_table
+from nanovllm.layers.rotary import longest_context, rope_table
 from nanovllm.loader import find_model, load_config, load_tokenizer
 from nanovllm.topics.checks.files import TEXTS
 
@@ -56,9 +56,11 @@ def test_the_factor_of_yarn(tmp_path, key, scale):
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
 def test_rope_as_each_transformers_saves_it(tmp_path, kind):
     settings = YARN | {"rope_type": kind, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    new = rope_table(config_of(tmp_path, rope_parameters=settings | {"rope_theta": 5e5}), 12, 99)
-    old = rope_table(config_of(tmp_path, rope_scaling=settings, rope_theta=5e5), 12, 99)
-    assert new.equal(old)
+    before = {"max_position_embeddings": 1024}
+    new = config_of(tmp_path, rope_parameters=settings | {"rope_theta": 5e5}, **before)
+    old = config_of(tmp_path, rope_scaling=settings, rope_theta=5e5, **before)
+    assert rope_table(new, 12, 99).equal(rope_table(old, 12, 99))
+    assert longest_context(old) == (1024 if kind == "llama3" else 4096)
 
 
 def test_a_context_within_the_window(tmp_path):

@@ -7,15 +7,13 @@ import gc
 import os
 import re
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import Config, Limits
+from nanovllm.config import Config
 from nanovllm.device.choose import choose_device
-from nanovllm.device.memory import memory_left
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import CacheShape
 from nanovllm.model_runner import ModelRunner
@@ -98,23 +96,6 @@ def test_a_gpu_has_a_number(monkeypatch, asked, chosen):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert choose_device(Config(device=asked)) == torch.device("cuda", chosen)
-
-
-def test_room_for_the_block_that_is_swapped(monkeypatch):
-    """A block of 72B with 256 tokens has 84 MB."""
-    said = {"mem_get_info": (2**30, 2**31), "memory_reserved": 0, "max_memory_reserved": 0}
-    said |= {"empty_cache": None, "synchronize": None, "reset_peak_memory_stats": None}
-    for name, answer in said.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
-    config = Config(preemption_mode="swap", gpu_memory_utilization=1.0)
-    config.enforce_eager = True
-    limits = Limits(max_model_len=4, max_num_seqs=1, max_num_batched_tokens=4)
-    runner = SimpleNamespace(device=torch.device("cuda"), limits=limits, caches=0, kv_cache=0)
-    runner.allocate = lambda *_: vars(runner).update(caches=0, kv_cache=0)
-    runner.launch = lambda schedule: None
-    for block_bytes in (2**20, 2**28):
-        runner.shape = SimpleNamespace(block_bytes=block_bytes, block_size=4)
-        assert memory_left(runner, config) == 2**30 - block_bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

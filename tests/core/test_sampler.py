@@ -99,26 +99,6 @@ def test_frequencies_are_those_of_transformers_filters(options):
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
 
 
-def test_a_row_draws_the_same_whatever_is_beside_it():
-    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3))
-    position = torch.tensor([5, 9, 1, 7, 3, 2, 8, 4])
-    together = sample(logits, sampling(8, seed=11, position=position))
-    alone = [
-        sample(logits[i : i + 1], sampling(1, seed=11, position=position[i : i + 1])).item()
-        for i in range(8)
-    ]
-    assert together.tolist() == alone
-    for name, values in (
-        ("top_k", [VOCAB] * 7 + [1]),
-        ("top_p", [1.0] * 7 + [0.01]),
-        ("min_p", [0.0] * 7 + [1.0]),
-    ):
-        # what a neighbour asks for filters only the neighbour
-        filtered = sampling(8, seed=11, position=position)
-        setattr(filtered, name, torch.tensor(values))
-        assert sample(logits, filtered).tolist() == [*alone[:7], logits[7].argmax()]
-
-
 def test_greedy_rows_beside_random_ones():
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
     mixed = sampling(3)
@@ -225,28 +205,6 @@ def drawn_plainly(logits: torch.Tensor, sampling: Sampling) -> list[int]:
         u = uniform(sampling.seed[i : i + 1], sampling.position[i : i + 1]).double()
         tokens.append((weights.cumsum(0) > u * weights.sum()).int().argmax().item())
     return tokens
-
-
-@pytest.mark.parametrize("large, num_sorted", [(KEEP_ALL, 0), (KEEP_ALL - 1, 1)])
-def test_rows_without_a_small_top_k_do_not_make_the_others_sort(monkeypatch, large, num_sorted):
-    """The others get what they get alone."""
-    looked_at = []
-    topk = torch.Tensor.topk
-
-    def noted(self, k, *args, **kwargs):
-        looked_at.append((len(self), k))
-        return topk(self, k, *args, **kwargs)
-
-    logits = torch.randn(5, KEEP_ALL, generator=torch.Generator().manual_seed(1), device="cpu")
-    alone = sample(logits, sampling(5, top_k=7, seed=3))
-    mixed = sampling(5, top_k=7, seed=3)
-    mixed.top_k[2] = large
-    mixed.max_top_k = 7 if large == KEEP_ALL else large
-    mixed.all_top_k_small = False
-    monkeypatch.setattr(torch.Tensor, "topk", noted)
-    together = sample(logits, mixed)
-    assert together[[0, 1, 3, 4]].tolist() == alone[[0, 1, 3, 4]].tolist()
-    assert looked_at == [(4, 15), *[(1, KEEP_ALL)] * num_sorted]
 
 
 @pytest.mark.parametrize("vocab_size", [5, 200, 1023, 1024, 1025, 40_000, 151_936])

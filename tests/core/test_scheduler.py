@@ -7,17 +7,14 @@ import random
 from collections import Counter
 
 import pytest
-from fake_model import FakeRunner, expected_output, likeliest, next_token
+from fake_model import FakeRunner, expected_output, next_token
 from hypothesis import HealthCheck, given, settings
 from scenarios import AnyPolicy, play, scenarios
 from scheduling import drain, new_request, new_scheduler, step
 
 from nanovllm.device.overlap import pending
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.schedule import Schedule
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
-from nanovllm.topics.decoding import groups
 from nanovllm.topics.swapping.blocks import free_host
 
 
@@ -57,14 +54,6 @@ def test_a_block_is_cached_once_its_last_token_is_no_longer_pending():
     ending.advance(schedule)
     with pending(schedule):
         assert not ending.schedule().items  # the last token of an answer is not fed to the model
-
-
-def test_a_request_arriving_later_joins_the_running_batch():
-    scheduler, runner = new_scheduler(), FakeRunner(4)
-    scheduler.add(new_request(0, 5))
-    step(scheduler, runner)
-    scheduler.add(new_request(1, [9] * 3))
-    assert step(scheduler, runner) == [("0", 1), ("1", 3)]
 
 
 def test_max_num_seqs_bounds_the_batch():
@@ -281,40 +270,6 @@ def test_what_the_cache_still_has_is_not_swapped_in():
     check_tokens(request, vocab_size=3)
 
 
-def test_samples_come_back_from_the_host_with_tokens_of_their_own():
-    scheduler = new_scheduler(num_blocks=30, tokens=64, num_host_blocks=30)
-    runner = FakeRunner(4, vocab_size=50)
-    request = new_request(0, 8, max_tokens=24, n=3)
-    scheduler.add(request)
-    for _ in range(12):
-        step(scheduler, runner)
-    scheduler.preempt(request)
-    runner.swap(scheduler.block_manager.take_moves().swaps_out, {})
-    forget_the_cache(scheduler)
-    assert step(scheduler, runner) == [("0", 1)] * 3
-    drain(scheduler, runner)
-    check_tokens(request)
-
-
-@pytest.mark.parametrize(
-    "budgets, missing, expected",
-    [
-        ((2, 0), [1, 1], [1, 1]),
-        ((1, 9), [1, 1], []),  # together or not at all
-        ((9, 2), [4, 3], [2]),
-        ((4, 9), [4, 3], [3, 1]),
-        ((9, 9), [4, 1], [3]),  # and no last tokens
-    ],
-)
-def test_samples_get_their_next_tokens_together(budgets, missing, expected):
-    request = new_request(0, 8, max_tokens=20, n=2)
-    request.max_len, request.has_forked = 28, True
-    for seq, num_missing in zip(request.sequences, missing):
-        seq.num_computed_tokens = 8 - num_missing
-    items = groups.tokens_to_compute(request, Schedule(*budgets))
-    assert [item.num_tokens for item in items] == expected
-
-
 @pytest.mark.parametrize("shared", [3, 4, 5, 8, 12])
 def test_hits_are_counted_out_of_the_first_chunk(shared):
     scheduler, runner = new_scheduler(tokens=12), FakeRunner(4)
@@ -326,30 +281,6 @@ def test_hits_are_counted_out_of_the_first_chunk(shared):
     assert step(scheduler, runner) == [("1", 12 - hit)]
     assert second.num_cached_tokens == scheduler.num_cached_tokens == hit
     assert scheduler.num_prompt_tokens == 24
-
-
-def test_log_probabilities_are_kept_if_a_request_wants_them():
-    scheduler, runner = new_scheduler(), FakeRunner(4)
-    plain, asks = new_request(0, 3, max_tokens=2), new_request(1, 5, max_tokens=2)
-    asks = Request("1", None, asks.prompt_token_ids, SamplingParams(max_tokens=2, logprobs=1))
-    for request in (plain, asks):
-        scheduler.add(request)
-    drain(scheduler, runner)
-    (seq,) = asks.sequences
-    texts = [tuple(seq.token_ids[:length]) for length in (5, 6)]
-    assert seq.logprobs == [likeliest(text, 1, 3) for text in texts]
-    assert plain.sequences[0].logprobs is None
-
-
-def test_priority_decides_which_request_goes_first():
-    class ShortestPromptFirst(Scheduler):
-        def priority(self, request):
-            return len(request.prompt_token_ids)
-
-    scheduler, runner = new_scheduler(seqs=1, cls=ShortestPromptFirst), FakeRunner(4)
-    for i, length in enumerate([9, 3, 5]):
-        scheduler.add(new_request(i, [i] * length, max_tokens=1))
-    assert [step(scheduler, runner) for _ in range(3)] == [[("1", 3)], [("2", 5)], [("0", 9)]]
 
 
 def test_abort_in_every_state():

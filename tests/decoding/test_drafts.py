@@ -1,12 +1,11 @@
 """Draft tokens change no output, whatever proposes them: a lookup, or proposers that are always, sometimes or never right.
 
-Run: pytest tests/decoding/test_drafts.py; with --slow also other tests with draft tokens as the default
+Run: pytest tests/decoding/test_drafts.py [-k proposed]
 """
 
 import random
 
 import pytest
-from defaults import check_with
 from extras import needs
 from fake_engine import check_clean, result
 from fake_engine import new_llm as new_fake_llm
@@ -328,14 +327,6 @@ def test_the_same_tokens_whatever_is_proposed(expected, options, right):
     if llm.block_manager.num_free_blocks == 90 and right in (None, 0.0):
         assert llm.scheduler.num_preemptions > 0
     check_blocks(llm.block_manager, [])
-
-
-@pytest.mark.slow
-def test_what_holds_without_draft_tokens_holds_with_them():
-    """The same tests, with draft tokens as the default. They count no steps."""
-    names = ["core/test_fuzz", "decoding/test_[ms]"]
-    options = {"speculative_config": {"prompt_lookup_min": 1}}
-    check_with(options, [f"{name}*.py" for name in names])
 
 
 def test_a_sample_that_is_the_beginning_of_another_keeps_its_last_token():

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from checkpoints import new_model, save
-from counting import counting
 from extras import needs
 from transformers import (
     LogitsProcessorList,
@@ -26,7 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.decoding.penalties import adjusted_logits, adjustments_of
+from nanovllm.topics.decoding.penalties import adjusted_logits
 from nanovllm.topics.decoding.rules import rules_of
 
 STOP = 98
@@ -208,18 +207,6 @@ def test_counts_follow_their_sequences():
             if counts:
                 counts.pairs[1] += 1  # an interrupted step has counted too much
             lost.request.rewind()
-
-
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}])
-def test_a_step_counts_new_tokens_only(options):
-    """Its work does not grow with the context."""
-    num_calls = []
-    for length in (100, 4000):
-        (seq,) = new_request([*range(length)], SamplingParams(**options)).sequences
-        adjustments_of([seq])
-        seq.token_ids += [5, 5, length]
-        num_calls.append(counting(lambda seq=seq: adjustments_of([seq])))
-    assert num_calls[0] == num_calls[1] < 60
 
 
 def test_log_probabilities_are_those_before_penalties(path, model):

@@ -83,7 +83,7 @@ def test_all_that_is_wrong_is_named(backend):
         assert refused(llm.runner).startswith("copy_blocks 100%, sample ")
 
 
-@pytest.mark.slow(but_every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int4", None])
 def test_experts(form, tmp_path):
     """In bfloat16: with rows that are rounded otherwise, a router may choose other experts."""

@@ -18,7 +18,6 @@ import pytest
 import torch
 import triton
 from checkpoints import greedy, new_model, save
-from recorded_steps import MAX_TOKENS, RECORDED, prompts_of_all_lengths
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.backends import triton_ops
@@ -28,7 +27,21 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and --gpu"),
 ]
+MAX_TOKENS = 12
+# first steps with so few prompts that a recording has room for them
+RECORDED = {"dtype": "float32", "num_blocks": 500, "max_num_seqs": 24, "max_num_batched_tokens": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+def prompts_of_all_lengths() -> list[list[int]]:
+    """Around the ends of blocks; some begin with the same tokens."""
+    rng = random.Random(0)
+    stem = [rng.randrange(160) for _ in range(64)]
+    prompts = [
+        [rng.randrange(160) for _ in range(n)] for n in (1, 2, 7, 15, 16, 17, 31, 33, 65, 130)
+    ]
+    prompts += [[*stem[:n], rng.randrange(160)] for n in (15, 16, 17, 48, 63)]
+    return [*prompts, stem]
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen3_moe"])
@@ -87,7 +100,6 @@ def test_swapped_samples_and_beams_get_the_same_tokens(checkpoint, eager):
 
 
 def test_graphs_are_replayed(checkpoint):
-    """test_cuda_graphs.py looks on a CPU whether these requests need a recording."""
     path, prompts, expected = checkpoint
     llm = LLM(path, **RECORDED)
     replayed = []

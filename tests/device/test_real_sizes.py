@@ -17,9 +17,7 @@ from backends import move_batch
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import torch_ops
 from nanovllm.layers import attention
-from nanovllm.layers.kv_cache import KVCache
 from nanovllm.topics.simulator.cost_model import FIELDS
-from nanovllm.topics.swapping.host_cache import HostCache
 from tutorials.machine import interpreter_problem
 from tutorials.measure.batches import random_batch
 from tutorials.measure.checkpoints import random_model, write_checkpoint
@@ -127,21 +125,6 @@ def test_attention(name, monkeypatch):
         with poisoned():
             out = triton_attention.paged_attention(q, batch, 0, HEAD_DIM**-0.5)
         assert_close(out, expected)
-
-
-def test_swaps():
-    """Blocks go out, are overwritten at once, and come back elsewhere."""
-    rng = random.Random(0)
-    cache = randn(2, LAYERS, 64, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    host = HostCache(KVCache(cache), 50)
-    for _ in range(SWAPS):
-        blocks, places, host_ids = (rng.sample(range(n), 48) for n in (64, 64, 50))
-        expected = cache[:, :, blocks]
-        host.swap_out(dict(zip(blocks, host_ids)))
-        cache[:, :, blocks] = torch.nan
-        host.swap_in(dict(zip(host_ids, places)))
-        assert torch.equal(cache[:, :, places], expected)
-        cache.normal_()
 
 
 # --- the whole model ---

@@ -110,34 +110,11 @@ def test_layers_import_nothing_late():
             assert imported(tree, everywhere=True) == imported(tree, everywhere=False), name
 
 
-@pytest.mark.parametrize("module", NO_TORCH)
-def test_the_scheduling_half_does_not_import_torch(module):
-    code = f"import nanovllm.{module}, sys; assert not {{'torch', 'transformers', 'tokenizers', 'numpy'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def texts_without_encoding(tree: ast.AST) -> list[int]:
-    """The lines that open, read or write a text in the encoding that the system prefers."""
-    lines = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and not any(one.arg == "encoding" for one in node.keywords):
-            match node.func:
-                case ast.Attribute(attr="read_text" | "write_text"):
-                    lines.append(node.lineno)
-                case ast.Attribute(value=ast.Name(id="os"), attr="open"):
-                    pass  # a descriptor
-                case ast.Attribute(value=ast.Name(id="self")):
-                    pass  # a method of ours
-                case ast.Name(id="open") | ast.Attribute(attr="open" | "fdopen"):
-                    modes = [one.value for one in node.args if isinstance(one, ast.Constant)]
-                    lines += [] if any("b" in str(mode) for mode in modes) else [node.lineno]
-    return lines
-
-
-@pytest.mark.parametrize("pattern", ["nanovllm/**/*.py", "tutorials/**/*.py", "*.py"])
-def test_a_text_names_its_encoding(pattern):
-    for file in ROOT.glob(pattern):
-        assert not texts_without_encoding(ast.parse(file.read_bytes())), file
+def test_the_scheduling_half_does_not_import_torch():
+    """One module after the other, in one process."""
+    heavy = "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & {*sys.modules}"
+    lines = [f"import nanovllm.{module}; {heavy}, {module!r}" for module in NO_TORCH]
+    subprocess.run([sys.executable, "-c", "\n".join(["import sys", *lines])], check=True)
 
 
 def test_the_root_holds_what_belongs_there():

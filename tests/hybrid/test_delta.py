@@ -139,7 +139,7 @@ DECODES = [(1, 9, 5), (1, 0, 3), (1, 2, 1), (1, 0, 0), (1, 0, 0)]
 CHUNKS = [(2, 5, 6), (18, 0, 7), (3, 40, 4)]
 
 
-@pytest.mark.slow(but_every=3)
+@pytest.mark.slow(but_every=7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sequences", [DECODES, DECODES[:3] + CHUNKS])
 @pytest.mark.parametrize("sizes", [(2, 8, 4, 12), (1, 128, 1, 64), (3, 20, 3, 40)])

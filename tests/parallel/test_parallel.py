@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import new_model, save
 from server_tools import Running
 
 from nanovllm import LLM, SamplingParams
@@ -84,24 +83,9 @@ def test_two_engines_at_a_time(expected):
     assert len(processes) == 2 and all(map(is_alive, processes))
     del with_two
     assert texts(another) == expected
-    del another
+    another.close()
     wait_until_gone(processes)
-
-
-@pytest.mark.slow
-def test_four_ranks_and_two_kv_heads(tmp_path):
-    path = save(new_model(num_attention_heads=8, vocab_size=101, intermediate_size=50), tmp_path)
-    ids = [[3, 1, 4, 1, 5, 9], [100, 0, 50], [*range(40)]]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-    def tokens(size: int) -> list[list[int]]:
-        # in bfloat16, which some machines choose, parts of a sum round differently
-        options = {"dtype": "float32", "num_blocks": 32, "max_num_batched_tokens": 16}
-        llm = LLM(path, tensor_parallel_size=size, **options)
-        outputs = llm.generate(ids, params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
-
-    assert tokens(4) == tokens(1)
+    assert not any(thread.name.startswith("watch") for thread in threading.enumerate())
 
 
 @pytest.mark.slow
@@ -220,16 +204,6 @@ if "FAILS" in os.environ:
         LLM(tensor_parallel_size=2, num_blocks=64, rank_timeout=8)
 
 
-class QueuedOnly:
-    """A process group like NCCL's."""
-
-    def __init__(self):
-        self.options = []
-
-    def allreduce(self, tensors, options):
-        self.options.append(options)
-
-
 class NCCL:
     """PyTorch's process group for NCCL, as far as a group makes one."""
 
@@ -259,15 +233,6 @@ def test_an_error_of_nccl_does_not_end_the_process_of_the_user(monkeypatch):
     assert len(data.aborted) == 1
     group.close()
     assert len(data.aborted) == 2
-
-
-def test_collectives_of_a_gpu_are_only_queued():
-    """On the current stream: without an event and a second stream for each."""
-    group = ranks.start({}, size=1, patience=60)
-    group.connections.data = data = QueuedOnly()
-    x = torch.ones(2)
-    assert group.add_up(x) is x
-    assert [options.asyncOp for options in data.options] == [False]
 
 
 FORK = """
@@ -316,7 +281,7 @@ def forward(self, step):
     global count
     count += 1
     if count > int(os.environ["FAIL_AFTER"]):
-        raise {error}
+        raise SystemExit(7)
     return plain(self, step)
 
 if "FAIL_AFTER" in os.environ:
@@ -325,22 +290,15 @@ if "FAIL_AFTER" in os.environ:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("RuntimeError('a wrong shape')", "RuntimeError: a wrong shape"),
-        ("SystemExit(7)", "SystemExit: 7"),
-    ],
-)
-def test_an_exception_in_another_rank(tmp_path, monkeypatch, error, words):
+def test_an_exception_in_another_rank(tmp_path, monkeypatch):
     """It is put there by a module that Python imports at its start."""
-    (tmp_path / "sitecustomize.py").write_text(FAILING.replace("{error}", error))
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("FAIL_AFTER", "3")
     # with PyTorch: kernels that are compiled have had more steps before a request comes
     llm = LLM(tensor_parallel_size=2, num_blocks=64, attention_backend="torch")
     begin = time.monotonic()
-    with pytest.raises(RankError, match=f"(?s)rank 1 has died: .*{words}"):
+    with pytest.raises(RankError, match="(?s)rank 1 has died: .*SystemExit: 7"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert time.monotonic() - begin < SECONDS
     wait_until_gone(pids(llm))
@@ -351,32 +309,22 @@ from nanovllm import LLM, SamplingParams
 
 llm = LLM(tensor_parallel_size=2, num_blocks=64)
 print(llm.runner.group.watch.children[0].process.pid, flush=True)
-{rest}
+llm.generate("Hello", SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
 """
-GENERATE = "llm.generate('Hello', SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)"
 END = "print(llm.generate('17 + 25 =', SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text)"
 
 
-def script(tmp_path, rest: str) -> subprocess.Popen:
+@pytest.mark.slow
+def test_the_process_of_rank_0_is_killed(tmp_path):
     """It has no `if __name__ == "__main__"`."""
     file = tmp_path / "script.py"
-    file.write_text(SCRIPT.format(rest=textwrap.dedent(rest)))
+    file.write_text(SCRIPT)
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, str(file)], env=environ, text=True, **pipes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rest", "number"),
-    [(GENERATE, signal.SIGKILL), ("import time; time.sleep(100)", signal.SIGTERM)],
-    ids=["busy, killed", "idle, stopped"],
-)
-def test_the_process_of_rank_0_is_ended(tmp_path, rest, number):
-    process = script(tmp_path, rest)
+    command = [sys.executable, str(file)]
+    process = subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE)
     pid = int(process.stdout.readline())
     time.sleep(0.3)
-    process.send_signal(number)
+    process.kill()
     assert process.wait(SECONDS) != 0
     wait_until_gone([pid])
 

@@ -4,7 +4,6 @@ Run: pytest tests/processing/test_text.py [-k stop_string]
 """
 
 import random
-import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.processing.outputs import CompletionOutput
-from nanovllm.processing.text import MOST_TOKENS, Text
+from nanovllm.processing.text import Text
 
 
 @pytest.fixture(scope="module")
@@ -145,16 +144,6 @@ def test_each_sample_ends_by_its_own_stop_string(llm, caplog):
     assert "a step failed" not in caplog.text  # the tokens would be right even so
 
 
-def test_few_tokens_are_decoded_together(llm):
-    output = CompletionOutput(0)
-    stream = Text(llm.tokenizer.backend_tokenizer, output, SamplingParams())
-    text = "One word after the other. " * 9
-    for token_id in llm.tokenizer.encode(text):
-        stream.add(token_id)
-        assert len(stream.token_ids) - stream.begin <= MOST_TOKENS
-    assert output.text == text
-
-
 @pytest.mark.parametrize("stop", [None, ["tt", " the end"]])
 def test_stream_gives_what_generate_gives(llm, stop):
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=60, stop=stop)
@@ -212,34 +201,6 @@ def test_when_text_is_made(llm, monkeypatch):
         texts.append(output.outputs[0].text)
     assert texts[-1] == expected.outputs[0].text
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
-
-
-def test_reading_an_output_computes_nothing(llm, monkeypatch):
-    """So one thread may read it while another one is in the middle of a step."""
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop=["zzzz"])
-    (expected,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
-    llm.add_request("Once upon a time", params)
-    (output,) = llm.step()
-    is_inside, has_read = threading.Event(), threading.Event()
-    add = Text.add
-
-    def slow_add(text, token_id):
-        is_inside.set()
-        assert has_read.wait(60)
-        return add(text, token_id)
-
-    monkeypatch.setattr(Text, "add", slow_add)
-    thread = threading.Thread(target=llm.step)
-    thread.start()
-    assert is_inside.wait(60)
-    monkeypatch.setattr(Text, "add", add)
-    num_read = len(output.outputs[0].token_ids)
-    has_read.set()
-    thread.join()
-    assert num_read == 1
-    while llm.has_unfinished():
-        llm.step()
-    assert output.outputs == expected.outputs
 
 
 # --- why it has stopped, and what of it is shown ---

@@ -330,15 +330,11 @@ def test_tensors_that_are_missing(settings, kind, words, tmp_path):
 D = "model.layers.1.mlp.down_proj"
 DAMAGED = [  # settings, the tensor, what is in the file instead, and the error message behind the file's name
     (GPTQ, "qweight", lambda t: t.float(), "{name} has dtype F32: it must be I32"),
-    (GPTQ, "qweight", lambda t: t.view(torch.uint32), "{name} has dtype U32: it must be I32"),
-    (GPTQ, "qweight", lambda t: t.to(torch.int8), "{name} has dtype I8: it must be I32"),
     (GPTQ, "qweight", lambda t: t[0, 0], r"{name} has shape \[\], and not two dimensions"),
     (GPTQ, "qweight", lambda t: t[:-1], r"D.g_idx has shape \[192\]: it must be \[184\]"),
     (GPTQ, "qzeros", lambda t: t.float(), "{name} has dtype F32: it must be I32"),
     (GPTQ, "qzeros", lambda t: t[:1], r"{name} has shape \[1, 16\]: it must be \[6, 16\]"),
-    (GPTQ, "scales", lambda t: t.int(), "{name} has dtype I32: it must be F16 or BF16 or F32"),
     (GPTQ, "scales", lambda t: t.T, r"{name} has shape \[128, 6\]: it must be \[6, 128\]"),
-    (SYM, "scales", lambda t: t[0, 0], r"{name} has shape \[\]: it must be \[6, 128\]"),
     (GPTQ, "g_idx", lambda t: t.flip(0), r"{name} is not in order \(act order\)"),
     (GPTQ, "g_idx", lambda t: t.half(), "{name} has dtype F16: it must be I32 or I64"),
     (GPTQ, "weight", lambda _: torch.zeros(128, 192), "D has a qweight and a weight"),
@@ -351,7 +347,6 @@ DAMAGED = [  # settings, the tensor, what is in the file instead, and the error 
     (AWQ, "qzeros", lambda t: t.T, r"{name} has shape \[16, 3\]: it must be \[3, 16\]"),
     (FP8, "weight_scale_inv", lambda t: t[0, 0], r"{name} has shape \[\]: it must be \[1, 2\]"),
     (FP8, "weight_scale_inv", lambda t: t.T, r"{name} has shape \[2, 1\]: it must be \[1, 2\]"),
-    (FP8, "weight_scale_inv", lambda _: torch.ones(2, 3), r"{name} has shape \[2, 3\]: it must be"),
     (FP8, "weight_scale_inv", lambda t: t.byte(), "{name} has dtype U8: it must be F16 or .*E8M0"),
     (FP8, "weight", lambda t: t.flatten(), r"{name} has shape \[24576\], and not two dimensions"),
 ]

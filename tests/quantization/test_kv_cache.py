@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import DEVICE, PROBLEM, device_of, move_batch, ops_of
 from checkpoints import new_model, save
+from thread_group import Threads
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.backends import torch_ops
@@ -138,7 +139,8 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=14),
 ]
 PLAIN = dict(dtype="float32", kv_cache_dtype="int8", num_blocks=90, block_size=4)
-SCARCE = PLAIN | dict(
+EAGER = PLAIN | {"enforce_eager": True}  # one call would be compiled: test_numba_step.py has it
+SCARCE = EAGER | dict(
     num_blocks=24, max_model_len=72, max_num_seqs=7, max_num_batched_tokens=13, swap_gib=0.01
 )
 
@@ -151,7 +153,7 @@ def tokens(llm, prompts=PROMPTS, params=PARAMS):
 @pytest.fixture(scope="module")
 def alone(path):
     """Each request in an engine of its own."""
-    return [tokens(LLM(path, **PLAIN), [a], [b])[0] for a, b in zip(PROMPTS, PARAMS)]
+    return [tokens(LLM(path, **EAGER), [a], [b])[0] for a, b in zip(PROMPTS, PARAMS)]
 
 
 @pytest.mark.slow(but_every=3)
@@ -181,7 +183,7 @@ def test_an_engine_with_triton_and_recorded_steps(path, alone):
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_an_engine_on_two_ranks(path, alone):
-    with LLM(path, **PLAIN, tensor_parallel_size=2, check_kernels="always") as llm:
+    with Threads(path, 2, **EAGER) as llm:
         assert tokens(llm) == alone
 
 

@@ -82,7 +82,8 @@ def test_tokens_do_not_depend_on_the_company(path, form):
     """Nor on chunks, preemption and draft tokens."""
     prompts = [[3, 4, 5] * n for n in (1, 4, 9, 15)]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=12) for i in range(4)]
-    options = {"dtype": "float32", "quantization": form, "block_size": 4}
+    # one call would be compiled for each form: test_numba_step.py has them
+    options = {"dtype": "float32", "quantization": form, "block_size": 4, "enforce_eager": True}
     plain = LLM(path, num_blocks=60, **options)
     alone = [
         plain.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids

@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from server_tools import (
@@ -163,14 +162,3 @@ def test_a_server_that_is_open_to_all_says_so():
         server.end(signal.SIGTERM)
         assert "may use it" in server.log
         assert re.search(r"^\d{4}-\d\d-\d\d \d\d:.* GET /version 200 in ", server.log, re.MULTILINE)
-
-
-def test_the_way_that_is_written_down_has_these_names():
-    """In the docstring of app.py: each function stands in the file that is named."""
-    file = ""
-    for line in re.findall(r"^ {4}(\S.*|  +\w.*)$", app.__doc__, re.MULTILINE):
-        words = re.match(r"(\w+\.py)? +((?:[\w.]+, )*[\w.]+)  ", line)
-        file = words[1] or file
-        source = Path(app.__file__).with_name(file).read_text(encoding="utf-8")
-        for name in words[2].split(", "):
-            assert re.search(rf"(def|class) {name}\b", source), (file, name)

@@ -194,16 +194,10 @@ def full_replicas(served):
     assert refused.headers["retry-after"] and "wait already" in refused.json()["error"]["message"]
 
 
-def counters(served) -> dict[str, float]:
-    return {name: value for name, value in served.stats().items() if name.endswith("tokens_total")}
-
-
 def a_replica_dies(served):
     """A request that had a part of its answer gets an error, all others an answer; and there is a new replica."""
     wait_for(lambda: len(served.engines()) == 2, SECONDS)
     victim = served.engines()[0]
-    before = counters(served)
-    assert before["prompt_tokens_total"] > 400
     body = {"max_tokens": 300, "ignore_eos": True}
     # one replica has room for all; a busy machine may prepare all eight at a time, and so many may wait
     bodies = [body | {"prompt": [40 + i] * 20} for i in range(4)]
@@ -221,10 +215,6 @@ def a_replica_dies(served):
             assert how == "done" and events[-1]["choices"][0]["finish_reason"] == "length"
     wait_for(lambda: len(set(served.engines()) - {victim}) == 2, SECONDS)
     assert served.post({"prompt": "2+2=", "max_tokens": 3}).status_code == 200
-    after = counters(served)
-    assert before.keys() == after.keys()
-    grown = {name for name in before if after[name] > before[name]}
-    assert {name for name in before if "spec_decode" not in name} == grown  # without guesses
 
 
 @pytest.mark.slow

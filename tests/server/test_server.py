@@ -198,23 +198,6 @@ def test_a_field_that_is_null_means_nothing(server, path):
         assert answer == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", POSTS)
-def test_a_megabyte_in_a_field_is_not_in_the_message(server, path):
-    long = "x" * 2**17
-    some = long[: 2**13]
-    bodies: list = [{**POSTS[path], long: 1}, {**POSTS[path], "model": long}]
-    for name in schema_fields(server, path):
-        values = (some, [{some: some}], {some: [some]}, int("9" * 4000))
-        bodies += [{**POSTS[path], name: value} for value in values]
-    bodies += [{name: {"a": long}} for name in POSTS[path]]
-    for body in bodies:
-        response = server.http.post(path, json=body)
-        if response.status_code != 200:
-            assert response.status_code in (400, 404, 413)
-            checked_error(response, response.status_code)
-
-
 def test_api_key(monkeypatch, running):
     """On every route but /health and the page, which asks for it: a browser must not."""
     monkeypatch.setattr(running.routes.options, "api_key", ["other", "s3cret:ü"])
@@ -565,13 +548,11 @@ SAID = {
     # the reasoning, the content, and the arguments of each call
     "<think>\nhm, 5.\n</think>\n\nIt is 5.": ("hm, 5.\n", "It is 5."),
     "<think>for ever": ("for ever", ""),
-    "\n<think>a</think>b": ("a", "b"),
     "no <think>tags</think>": ("", "no <think>tags</think>"),
     "</think>": ("", "</think>"),
     f"<think>I add.</think>Well:\n{CALL}\n{CALL}": ("I add.", "Well:\n", {"a": 1, "b": "é"}, {"a": 1, "b": "é"}),
     CALL: ("", None, {"a": 1, "b": "é"}),
     '<tool_call>{"name":"f","arguments":null}</tool_call>': ("", None, {}),
-    '<tool_call>{"name":"f"}</tool_call>': ("", None, {}),
     '<tool_call>{"name":"f","arguments":{"a":"\\"</tool_call>"}}</tool_call>': ("", None, {"a": '"</tool_call>'}),
     BAD: ("", BAD),
 }  # fmt: skip
@@ -580,7 +561,7 @@ SAID = {
 @pytest.mark.parametrize("text", SAID)
 def test_reasoning_and_calls_of_tools_are_apart_wherever_they_are_cut(parrot, text):
     reasoning, content, *calls = SAID[text]
-    for seed in (None, *range(4)):
+    for seed in (None, 0, 1):
         message = message_of(parrot, text, tools=TOOLS, seed=seed)
         assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
         made = message.get("tool_calls", [])

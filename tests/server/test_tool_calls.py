@@ -18,7 +18,6 @@ from nanovllm import LLM
 from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.loader import load_tokenizer
 from nanovllm.processing.messages import Chat
-from nanovllm.topics.server import tool_calls
 from nanovllm.topics.server.parsing import Parser, Parts
 from nanovllm.topics.server.tool_forms import form_of
 from tests.tools.extras import needs
@@ -205,32 +204,6 @@ pieces = st.sampled_from(PIECES) | st.text(max_size=3)
 def test_any_text_in_pieces_has_the_same_parts(text, model):
     content, calls = read(text, model)
     assert calls or "<think>" in text or content == text
-
-
-LONG = [
-    ("TagScan", "<function=f><parameter=text>", "</parameter></function>"),
-    ("JsonScan", '[TOOL_CALLS][{"name": "f", "arguments": {"text": "', '"}}]'),
-]
-
-
-@pytest.mark.parametrize("scan, begin, end", LONG)
-def test_a_text_of_tags_is_searched_once(monkeypatch, scan, begin, end):
-    """600 tags in a string, four tokens each. What may become a tag is searched again."""
-    stored = getattr(tool_calls, scan).marks
-    searched = []
-
-    class Counting:
-        def finditer(self, text, begin=0):
-            searched.append(len(text) - begin)
-            return stored.finditer(text, begin)
-
-    monkeypatch.setattr(getattr(tool_calls, scan), "marks", Counting())
-    parser = Parser(None, True, functions=FUNCTIONS)
-    pieces = ["</", "tool", "_call", ">"] * 600
-    assert all(parser.add(piece) == Parts() for piece in (begin, *pieces))
-    (call,) = parser.add(end).tool_calls
-    assert json.loads(call["function"]["arguments"]) == {"text": "".join(pieces)}
-    assert 0 < sum(searched) < 3 * len("".join(pieces))
 
 
 # --- over HTTP ---

@@ -1,4 +1,4 @@
-"""The simulator against the engine: both take the same steps. And what is said of pairs of policies.
+"""The simulator against the engine: both take the same steps. And the pairs of policies run.
 
 Run: pytest tests/simulator/test_accuracy.py [-k steps]
 """
@@ -90,26 +90,6 @@ TRUE = Machine(
     seconds_per_chunk=6e-5,
     host_bytes_per_second=1e9,
 )
-
-
-def pair_of(base: list[float], other: list[float], simulated: tuple[float, float]) -> dict:
-    """A row in which all measures are the same."""
-
-    def of(seconds):
-        return dict.fromkeys(pairs.KEYS, seconds)
-
-    return {"real": [[*map(of, base)], [*map(of, other)]], "simulated": [*map(of, simulated)]}
-
-
-def test_what_is_said_of_a_pair():
-    key = pairs.KEYS[0]
-    clear = pair_of([1.0, 1.1, 1.0], [1.5, 1.65, 1.6], (1.0, 1.3))
-    verdict = pairs.judged(clear, key)
-    assert verdict["real"] == pytest.approx(0.5) and verdict["range"] == pytest.approx(0.1)
-    assert verdict["is_clear"] and verdict["agrees"]
-    noisy = pair_of([1.0, 1.0, 1.0], [1.2, 0.9, 1.1], (1.0, 0.9))
-    verdict = pairs.judged(noisy, key)
-    assert not verdict["is_clear"] and not verdict["agrees"]
 
 
 def test_all_pairs_differ_in_one_thing_and_run():

@@ -126,20 +126,6 @@ def test_affinity_finds_what_others_lose():
     assert rates[PrefixAffinity] > 1.5 * max(rates[RoundRobin], rates[LeastLoaded])
 
 
-def test_a_short_common_begin_does_not_draw_all_to_some():
-    """64 tokens, as of a chat template: most of the prompt is to be computed anywhere."""
-    rng = random.Random(1)
-    jobs, now = [], 0.0
-    for i in range(200):
-        now += rng.expovariate(4)
-        prompt = ((7, 64), (1000 + i, rng.randrange(200, 1500)))
-        jobs.append(Job(now, prompt, rng.randrange(100, 500)))
-    config = Config(model="qwen3-8b", max_model_len=8192)
-    run = simulate(jobs, config, check=True, replicas=4, router_cls=PrefixAffinity)
-    shares = Counter(served.replica for served in run.requests)
-    assert len(shares) == 4 and max(shares.values()) <= 60, shares
-
-
 @pytest.mark.parametrize("replicas", [0, -1, 1.5, True, "2", None, 10**9])
 def test_no_replicas(replicas):
     with pytest.raises(ValueError, match="replicas=.* it must be an integer from 1 to 4096"):
@@ -149,13 +135,6 @@ def test_no_replicas(replicas):
 class Nobody(Router):
     def choose(self, request, loads):
         return 7
-
-
-class Float(Router):
-    """Equal to a name, but none: it is taken for it."""
-
-    def choose(self, request, loads):
-        return 1.0
 
 
 class Spoils(Router):
@@ -171,8 +150,6 @@ def test_a_router_that_is_wrong():
     message = r"Nobody\.choose\(\): 7 is not one of \[0, 1\]"
     with pytest.raises(ScheduleError, match=message):
         simulate(independent(3), SMALL, replicas=2, router_cls=Nobody)
-    run = simulate(independent(9), SMALL, replicas=2, router_cls=Float)
-    assert [served.replica for served in run.requests] == [1] * 9
     run = simulate(independent(30), SMALL, check=True, replicas=2, router_cls=Spoils)
     assert all(served.token_times for served in run.requests)
     message = "router_cls=.* must be a subclass of nanovllm.topics.routing.Router"
@@ -219,17 +196,8 @@ def test_a_step_of_several_ranks_by_hand():
     assert machine.seconds(whole, *args, num_ranks=1) == machine.seconds(whole, *args)
 
 
-def test_ranks_make_a_step_faster_and_room_for_more():
-    """What two small replicas lack: Qwen3-32B leaves an H100 little room for keys and values."""
+def test_ranks_make_a_step_faster():
     jobs = [Job(0.0, ((1, 20),), 30)]
-    seconds = {}
-    for num_ranks in (1, 2, 8):
-        config = Config(model="qwen3-32b", tensor_parallel_size=num_ranks)
-        seconds[num_ranks] = simulate(jobs, config, check=True).seconds
-    assert seconds[8] < 0.5 * seconds[2] < 0.5 * 0.6 * seconds[1]
-    config = Config(model="qwen3-32b", gpu_memory_utilization=0.8)
-    with pytest.raises(ValueError, match="does not fit on A100"):
-        simulate(jobs, config, "a100")
-    simulate(jobs, replace(config, tensor_parallel_size=2), "a100")
-    with pytest.raises(ValueError, match="tensor_parallel_size=3"):
-        simulate(jobs, Config(model="qwen3-32b", tensor_parallel_size=3))
+    configs = [Config(model="qwen3-32b", tensor_parallel_size=n) for n in (1, 2, 8)]
+    one, two, eight = (simulate(jobs, config).seconds for config in configs)
+    assert eight < 0.5 * two < 0.5 * 0.6 * one

@@ -223,7 +223,7 @@ def test_what_cannot_run(arguments, message):
         simulate(**{"jobs": [job()], "config": Config(**SMALL)} | arguments)
 
 
-# --- schedulers that change answers or limits. What they lose: tests/course/test_find_the_bug.py ---
+# --- schedulers that change answers. What they lose: tests/course/test_find_the_bug.py ---
 
 
 class EndsEarly(Scheduler):
@@ -242,29 +242,16 @@ class EndsLate(Scheduler):
         return None
 
 
-class ReturnsNothing(Scheduler):
-    def schedule(self):
-        super().schedule()
-
-
-class HasLargerLimits(Scheduler):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.max_num_batched_tokens = self.max_num_seqs = 10_000
-
-
 @pytest.mark.parametrize(
     "scheduler, message",
     [
         (EndsEarly, r"update\(\): Request\(\d\) has ended after 3 of 9 tokens"),
         (Mutates, r"update\(\): Request\(\d\) has ended after 2 of 9 tokens"),
         (EndsLate, r"update\(\): Request\(\d\) has not ended after 9 of 9 tokens"),
-        (ReturnsNothing, r"schedule\(\): it returned None, and not a Schedule"),
-        (HasLargerLimits, r"schedule\(\): the schedule has \d+ (tokens|seqs), but max_num_"),
     ],
 )
-def test_answers_and_limits_are_those_that_were_given(scheduler, message):
-    """Not the answers and limits that the scheduler says."""
+def test_answers_are_those_that_were_given(scheduler, message):
+    """Not the answers that the scheduler says."""
     jobs = [Job(0.0, ((i, 30),), 9) for i in range(1, 9)]
     config = Config(**{**SMALL, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4})
     with pytest.raises(ScheduleError, match=f"^step .*{message}"):

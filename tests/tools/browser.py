@@ -3,7 +3,6 @@
 It reads messages from file descriptor 3 and writes them to 4; each ends with a zero byte.
 """
 
-import base64
 import json
 import shutil
 import subprocess
@@ -145,11 +144,6 @@ class Browser:
             key_event["text"] = key.replace("Enter", "\r")
         self.call("Input.dispatchKeyEvent", type="keyDown", **key_event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)
-
-    def screenshot(self, file: Path) -> None:
-        png = self.call("Page.captureScreenshot", format="png")["data"]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(base64.b64decode(png))
 
 
 def opened(tmp_path_factory) -> Iterator[Browser]:

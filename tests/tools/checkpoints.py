@@ -38,6 +38,8 @@ HYBRID = dict(
 def new_model(family: str = "qwen3", seed: int = 0, **overrides):
     """A transformers model in fp32 whose logits are far from ties: larger weights than its own initialisation."""
     own = {"qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}
+    # a head_dim of 16 as all others, for which kernels are compiled
+    own |= {"qwen2": {"hidden_size": 64}, "llama": {"hidden_size": 64}}
     own["qwen3_5_text"] = HYBRID
     own["qwen3_5_moe_text"] = HYBRID | EXPERTS | {"shared_expert_intermediate_size": 40}
     settings = SHAPE | own.get(family, {}) | overrides

@@ -2,15 +2,12 @@
 steps fail, and Ctrl-C comes at any time. Each answer must be the one that its request gets alone, or the error of a
 fault; and in the end nothing is left.
 
-    python tests/tools/engine_fuzz.py --steps 500000 [--seed 0]
+Tests import this file; for more of them: STEPS=500000 pytest tests/core/test_ctrl_c.py --slow -k lives
 """
 
-import argparse
-import logging
 import random
 import signal
 import sys
-import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -252,18 +249,3 @@ def run(steps: int, seed: int) -> Counter:
         seed += 1
     signal.signal(signal.SIGALRM, before)
     return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    logging.getLogger("nanovllm").setLevel(logging.ERROR)
-    start = time.perf_counter()
-    counts = run(args.steps, args.seed)
-    print(f"{dict(counts)} in {time.perf_counter() - start:.0f} s, from seed {args.seed} on")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,7 @@
 Run: pytest tests/tutorials/test_bench.py [-k trace]
 """
 
-import ast
 import json
-import math
-import os
 import random
 import subprocess
 import sys
@@ -26,15 +23,13 @@ from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.model_runner import ModelRunner
 from tutorials.measure import engines, tables
 from tutorials.measure.checkpoints import write_checkpoint
-from tutorials.measure.engines import Job, Loop, Nanovllm
+from tutorials.measure.engines import Answer, Job, Loop, Nanovllm
 from tutorials.measure.peers import ENGINES
-from tutorials.measure.turns import Worker
+from tutorials.measure.worker import Measured
 from tutorials.report import BIN, summary
-from tutorials.simulation.requests import Request, make_requests, read_trace
+from tutorials.simulation.requests import Request, make_requests
 
 ROOT = Path(__file__).parents[2]
-
-COMMON = ("arguments", "machine", "report")  # of all measurements, in the root of tutorials
 
 
 def parse(*argv):
@@ -64,16 +59,11 @@ def test_poisson_arrivals():
 
 
 def test_trace(tmp_path):
-    """Its own intervals, scaled so that the mean rate is the one that was asked for."""
+    """How it is read is in tests/simulator/test_workloads.py."""
     rows = ["46.6805900,374,44", "50.6805900,396,109", "55.6805900,7,0", "58.6805900,9,9"]
     lines = "".join(f"2023-11-16 18:15:{row}\n" for row in rows)
     trace = tmp_path / "trace.csv"
     trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}")
-    rows = read_trace(trace, None, rate=2)
-    # a request has one token at least
-    assert [row[:2] for row in rows] == [(374, 44), (396, 109), (7, 1), (9, 9)]
-    assert [row[2] for row in rows] == pytest.approx([0, 0.5, 1.125, 1.5])
-    assert [row[2] for row in read_trace(trace, 2, math.inf)] == [0, 0]
     args = parse("--trace", str(trace), "--requests", "3", "--rate", "1")
     requests = make_requests(args, 50)
     assert [len(request.prompt) for request in requests] == [374, 396, 7]
@@ -203,47 +193,23 @@ def new_job(engine: str = "nanovllm", model: str = EMBEDDED_MODEL, **fields) -> 
     return Job(model, engine, requests, vocab_size=9, max_model_len=64, **fields)
 
 
-FAKE_PEER = """
-class SamplingParams:
-    def __init__(self, **kwargs): self.__dict__ = kwargs
-class LLM:
-    def __init__(self, model, **kwargs): self.model = model
-    def generate(self, prompts, params, use_tqdm):
-        assert params[0].temperature > 0, "greedy is not permitted"
-        return [{"token_ids": [1] * p.max_tokens} for p in params]
-"""
+class Echo:
+    """An engine that answers a prompt with itself."""
+
+    def run(self, requests):
+        return [Answer(request.prompt, None, None) for request in requests]
 
 
-@pytest.fixture
-def fake_python(tmp_path):
-    """An interpreter that has only another package with our name, and a stub of transformers."""
-    if not hasattr(os, "killpg"):
-        pytest.skip("os.killpg is not there")
-    (tmp_path / "nanovllm.py").write_text(FAKE_PEER)
-    (tmp_path / "transformers.py").write_text("class AutoTokenizer: pass")
-    (tmp_path / "nano_vllm-0.2.0.dist-info").mkdir()
-    (tmp_path / "nano_vllm-0.2.0.dist-info" / "METADATA").write_text(
-        "Name: nano-vllm\nVersion: 0.2.0\n"
-    )
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    return str(python)
-
-
-def test_a_round_has_prompts_of_its_own(fake_python, tmp_path):
+def test_a_round_has_prompts_of_its_own():
     """And a request that did not get its tokens is an error."""
-    (tmp_path / "nanovllm.py").write_text(FAKE_PEER.replace("[1] * p.max_tokens", "prompts[0]"))
-    job = new_job("nanovllm-original", model="", temperature=0.6)
-    job.requests = [Request([1, 8, 3], 3), Request([7, 7, 7], 3)]
-    with Worker(fake_python, job, tmp_path) as worker:
-        worker.answer()
-        assert worker.ask("round", 0)["answers"][0][0] == [1, 8, 3]
-        assert worker.ask("round", 2)["answers"][0][0] == [3, 1, 5]
-    job.requests = [Request([1], 3)]
-    with Worker(fake_python, job, tmp_path) as worker:
-        worker.answer()
-        assert "did not get as many tokens" in worker.ask("round", 0)["error"]
+    measured = Measured.__new__(Measured)
+    measured.engine, measured.job = Echo(), new_job()
+    measured.job.requests = [Request([1, 8, 3], 3), Request([7, 7, 7], 3)]
+    assert measured.round(0)["answers"][0].token_ids == [1, 8, 3]
+    assert measured.round(2)["answers"][0].token_ids == [3, 1, 5]
+    measured.job.requests = [Request([1], 3)]
+    with pytest.raises(RuntimeError, match="did not get as many tokens"):
+        measured.round(0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -313,7 +279,7 @@ def run_of(seconds, *tokens, ttft=None):
     return {"seconds": seconds, "answers": [[t, ttft, None] for t in tokens]}
 
 
-def result_of(seconds, tokens=([1], [2]), warm_up=(8.0, 4.0)) -> dict:
+def result_of(seconds, tokens=((1,), (2,)), warm_up=(8.0, 4.0)) -> dict:
     """What a worker says of an engine: seconds of its rounds, two requests in each."""
     runs = [run_of(s, *tokens, ttft=i) for i, s in enumerate(seconds)]
     return {"version": "1", "warm_up": [run_of(s) for s in warm_up], "runs": runs}
@@ -366,24 +332,6 @@ def test_a_benchmark_that_is_ended_keeps_its_rounds(monkeypatch, tmp_path, capsy
     assert ended.value.code == 1 and report["rounds"] == 2
     assert report["engines"]["nanovllm"]["seconds"] == [2, 4]
     assert "2 rounds" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "folder, may_import",
-    [
-        ("simulation", ["baselines"]),
-        ("measure", ["simulation", "baselines", "assignments", "tiny_qwen3", "words"]),
-    ],
-)
-def test_imports_go_one_way(folder, may_import):
-    """Nothing that chapters and assignments use needs an instrument."""
-    imported = {
-        node.module.removeprefix("tutorials.").split(".")[0]
-        for path in (ROOT / "tutorials" / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "tutorials"
-    }
-    assert folder in imported and imported <= {folder, *may_import, *COMMON}
 
 
 # --- what is written ---

@@ -2,11 +2,9 @@
 chapter says. What plays them is slow, and needs a Chromium.
 
 Run: pytest tests/tutorials/test_runs.py --slow [-k prefix_hit]
-To see them: SHOTS=some/folder pytest tests/tutorials/test_runs.py --slow
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -140,5 +138,3 @@ def test_what_a_chapter_says_of_a_step_is_shown(browser, tmp_path, name, step):
     if name == "preemption_swap":  # 30 on the host, the last one first
         assert browser.value(f"({BLOCKS})('host-blocks')").split().count("D!") == 6
     assert browser.errors == []
-    if "SHOTS" in os.environ:
-        browser.screenshot(Path(os.environ["SHOTS"]) / f"run_{name}.png")

@@ -14,13 +14,13 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from book import CHAPTERS, ROOT, TUTORIALS, num_words
+from book import CHAPTERS, ROOT, TUTORIALS
 from browser import opened
 from extras import needs
 
 from tutorials.site.api import api_page
-from tutorials.site.links import CODE, PLACE, VLLM, VLLM_ADDRESS, Links, module_named, page_of
-from tutorials.site.pages import Page, minutes
+from tutorials.site.links import CODE, PLACE, VLLM, VLLM_ADDRESS, Links, page_of
+from tutorials.site.pages import Page
 
 HERE = Path("tutorials/03_scheduler.md")
 SITE = ROOT / "tutorials" / "site"
@@ -72,16 +72,6 @@ def test_a_table_is_in_a_frame_with_a_name():
 # --- links ---
 
 
-def test_names_of_modules_lead_to_their_source():
-    assert module_named("scheduler.py", Path("tutorials")) == Path("nanovllm/scheduler.py")
-    assert module_named("layers/", Path("tutorials")) == Path("nanovllm/layers/")
-    assert module_named("starter.py", Path("tutorials/assignments/a1")).name == "starter.py"
-    for no_module in ("a.py", "layers", "x = layers/", "../bench.py", "/etc/"):
-        assert module_named(no_module, Path("tutorials")) is None
-    assert staged("`scheduler.py`") == "[`scheduler.py`](../nanovllm/scheduler.py.md)"
-    assert staged("# `scheduler.py`\n") == "# `scheduler.py`\n"
-
-
 def test_links_lead_to_pages():
     links = Links(HERE)
     assert links.target("../nanovllm/scheduler.py", "`Scheduler.victim`, `Nothing`").endswith(
@@ -115,15 +105,6 @@ def test_symbols_of_vllm_lead_to_their_file(chapter):
 
 
 # --- a chapter, and all of them ---
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_minutes_are_those_of_the_course(chapter):
-    text = chapter.read_text(encoding="utf-8")
-    assert minutes(text) > num_words(text) / 100
-    top = Page(chapter.relative_to(ROOT), text).staged()
-    assert f'<p class="minutes">{minutes(text)} minutes to read' in top
-    assert f'data-chapter="{chapter.stem[:2]}"' in top
 
 
 def test_every_chapter_and_handout_is_in_the_menu():
@@ -200,19 +181,6 @@ def test_no_link_is_broken_and_nothing_comes_from_a_network(site):
                 assert anchor in parts[path].ids, f"{page.relative_to(site)} links to {target}"
     text = "".join(page.read_text(encoding="utf-8") for page in parts)
     assert not re.search(r"<(script|img|link|iframe)[^>]*(src|href)=.?https?:", text)
-
-
-@pytest.mark.slow
-def test_handouts_and_the_lab_lead_to_each_other(site):
-    if not (site / "lab.html").is_file():
-        pytest.skip("the lab was not built: there is no npm")
-    data = (site / "lab.html").read_text(encoding="utf-8")
-    handouts = re.findall(r'"handout": "([^"]*)"', data)
-    assert len(handouts) == 7
-    for handout in handouts:
-        name = Path(handout).parent.name
-        targets = Parts(site / handout).targets
-        assert f"../../../lab.html#{name}" in targets
 
 
 @pytest.mark.slow

@@ -110,15 +110,6 @@ def test_order_of_turns(record):
     assert not running(lines)
 
 
-def test_rounds_with_the_first_requests_come_last(record):
-    """No prefix cache knows their prompts, either."""
-    results, lines = play(record, ["ours", "a"], 1, warm_up=0, few=[7])
-    asked = [line for line in lines if "round" in line or "observe" in line]
-    few = "a round 1 7, ours round 1 7, ours round 2 7, a round 2 7, a round 3 7, ours round 3 7"
-    assert asked == ["ours round 0", "a round 0", *few.split(", "), "ours observe 4"]
-    assert results["a"]["few"] == {7: 0} and results["a"]["warm_up"] == []
-
-
 @pytest.mark.parametrize(
     "name, error, num_rounds",
     [
@@ -136,10 +127,4 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(
     assert sum(line.startswith(f"{name} round") for line in lines) == num_rounds
     assert len(results["ours"]["runs"]) == len(results["other"]["runs"]) == 2
     assert "this goes to the log" in capsys.readouterr().err
-    assert not running(lines)
-
-
-def test_an_engine_that_does_not_end_is_ended(record):
-    results, lines = play(record, ["ours", "does not end"], 1)
-    assert "error" not in results["does not end"]
     assert not running(lines)

@@ -244,7 +244,10 @@ def part_in_process(name: str, is_small: bool, shape: str = "dense") -> Iterator
     is that of the part `speed`."""
     command = [sys.executable, "-m", __name__, name, shape, *["--small"] * is_small]
     facts: dict[str, Any] = {}
-    with TemporaryFile("w+") as log, Popen(command, stdout=PIPE, stderr=log, text=True) as process:
+    with (
+        TemporaryFile("w+", encoding="utf-8") as log,
+        Popen(command, stdout=PIPE, stderr=log, text=True) as process,
+    ):
         timer = Timer(SECONDS * (10 if is_small else 1), process.kill)
         timer.daemon = True
         timer.start()
