@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, first-light and lab."""
+"""The command line: nanovllm serve, chat and first-light."""
 
 import argparse
 import ast
@@ -22,11 +22,9 @@ from nanovllm.config import Config
 from nanovllm.options import Options, refusal, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.topics.first_light import command as first_light
-from nanovllm.topics.lab import serving
 from nanovllm.topics.server.settings import ReplicaOptions, ServerOptions
 
 NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
-APART = {"lab": serving, "first-light": first_light}  # commands that need no torch here
 SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
@@ -67,7 +65,6 @@ def new_parser() -> Parser:
     chat = commands.add_parser("chat", help="talk to a model")
 
     first_light.add_command(commands)
-    serving.add_command(commands)
     for command in (serve, chat):
         model = "hub id or directory (default: the embedded one)"
         command.add_argument(
@@ -167,8 +164,8 @@ def main(words: Sequence[str] | None = None) -> None:
         args = new_parser().parse_args(words)
         if getattr(args, "config", None):
             args = new_parser().parse_args(with_file(words or sys.argv[1:], args.config))
-        if args.command in APART:
-            return APART[args.command].run(args)
+        if args.command == "first-light":  # it needs no torch here
+            return first_light.run(args)
         from nanovllm.topics.server import commands  # torch takes seconds: not for --help
 
         getattr(commands, args.command)(args)
