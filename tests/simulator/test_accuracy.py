@@ -76,6 +76,7 @@ def test_the_simulator_takes_the_steps_of_the_engine(name):
 
 # --- pairs of policies ---
 
+
 def pair_of(base: list[float], other: list[float], simulated: tuple[float, float]) -> dict:
     """A row in which all measures are the same."""
 
