@@ -8,9 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# a row of the steps of an engine, summed
-BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_seconds")
-
 
 def percentile(values: list[float], q: float) -> float | None:
     """With linear interpolation, as numpy does it."""
@@ -35,10 +32,9 @@ def summary(result: dict, ours: dict, output_tokens: int, is_greedy: bool) -> di
     report["seconds"] = seconds_of(result["runs"])
     report |= speeds(report["seconds"], output_tokens) | latencies(result["runs"])
     if result is ours:
-        if "steps" in ours:  # not before all rounds have ended
+        if "roofline" in ours:  # not before all rounds have ended
             observed = ("observed_seconds", "ceilings", "roofline")
             report |= {key: ours[key] for key in observed} | ours["cache"]
-            report["steps"] = {"columns": BIN, **ours["steps"]}
         return report
     report |= ratios(report["seconds"], seconds_of(ours["runs"]))
     if is_greedy:
@@ -92,11 +88,11 @@ def conditions(report: dict) -> str:
 
 
 def rounds_text(report: dict) -> str:
-    """How often each engine answered the requests, and beside what."""
+    """How often each engine answered the requests."""
     text = f"{report['rounds']} round{'s' * (report['rounds'] > 1)}; the engines take turns"
     if report["rounds"] < FOR_A_TABLE:
         text += f" (a quick look: a table needs {FOR_A_TABLE})"
-    return text + f", beside endless loops: {report['busy']}" * (report["busy"] > 0)
+    return text
 
 
 def engines_table(report: dict) -> str:
@@ -119,7 +115,7 @@ def engines_table(report: dict) -> str:
         for count, speed in engine.get("few", {}).items():
             lines.append(f"{name}, the first {count} requests alone: {speed:,.0f} tokens/s")
     ours = engines["nanovllm"]
-    if "steps" not in ours:
+    if "roofline" not in ours:
         return "\n".join(lines)
     lines.append(
         "\nnanovllm's cache: at most {kv_blocks_used_peak:,} of {kv_blocks:,} KV blocks used, "

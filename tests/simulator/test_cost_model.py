@@ -16,8 +16,7 @@ from nanovllm.topics.simulator.cost_model import (
     shape_of,
     work_of,
 )
-from tutorials.measure.steps import Step, binned, roofline
-from tutorials.report import BIN
+from tutorials.measure.steps import Step, roofline
 
 SHAPE = Shape(layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, vocab=10, body=100, itemsize=2)
 
@@ -91,22 +90,6 @@ def test_roofline():
     bound_by_flops = roofline(SHAPE, [decode], machine(1e9, 592))
     assert bound_by_flops["decode"]["floor_seconds"] == 2
     assert bound_by_flops["prefill"] == dict(steps=0, seconds=0, floor_seconds=0)
-
-
-def test_bins():
-    steps = [
-        Step([(1, 5), (1, 8)], 2, 4.0, 1.0),
-        Step([(1, 6)], 1, 2.0, 0.5),
-        Step([(1, 5), (1, 8)], 2, 3.0, 0.5),
-    ]
-    bins = binned(SHAPE, [*steps, Step([(3, 5)], 0, 9.0, 0.0)])
-    one = work_of(SHAPE, [(1, 6)], 1)
-    assert bins["decode"] == [
-        [1, 1, 1, one.bytes, one.flops, 2.0, 0.5],
-        [2, 2, 4, 2 * 656, 2 * 1184, 7.0, 1.5],
-    ]
-    assert [dict(zip(BIN, row))["tokens"] for row in bins["prefill"]] == [3]
-    assert binned(SHAPE, []) == {"decode": [], "prefill": []}
 
 
 @pytest.mark.parametrize("name", [*SHAPES, EMBEDDED_MODEL])
