@@ -4,8 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -163,36 +163,19 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(
-    header: str,
-    columns: list[tuple],
-    records: dict[str, dict],
-    label: Callable[[str], list[str]] = lambda name: [name],
-) -> list[list[str]]:
-    """The header, and a row for each record: first its label, which is made of its name.
+def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
+    """A line for each record, with its name. A column is a key, how to format its number, and a
+    factor."""
 
-    A column is a key, how to format its number, and a factor; "a.b" is the key b of the record's a.
-    """
-
-    def number(record: Any, key: str) -> Any:
-        for part in key.split("."):
-            record = record.get(part) if record else None
-        return record
-
-    def shown(value, spec: str, factor: float = 1) -> str:
+    def shown(value: Any, spec: str, factor: float = 1) -> str:
         if value in (None, ""):
             return "-"
         return format(value if factor == 1 else value * factor, spec)
 
     rows = [header.split("|")]
     for name, record in records.items():
-        rows.append(label(name) + [shown(number(record, key), *how) for key, *how in columns])
-    return rows
-
-
-def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
-    """The same for a terminal."""
-    return aligned(rows_of(header, columns, records))
+        rows.append([name, *(shown(record.get(key), *how) for key, *how in columns)])
+    return aligned(rows)
 
 
 def ceiling_text(ceilings: dict) -> str:
@@ -212,10 +195,3 @@ def write_json(report: dict, path: Path | None) -> None:
     beside = path.with_name(path.name + ".part")  # a process that is ended here leaves no half file
     beside.write_text(text + "\n", encoding="utf-8")
     os.replace(beside, path)
-
-
-def median(runs: list) -> Any:
-    """Of runs with the same numbers, number by number: each run is one, or a dict of such."""
-    if isinstance(runs[0], dict):
-        return {name: median([run[name] for run in runs]) for name in runs[0]}
-    return percentile(runs, 50)
