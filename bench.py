@@ -26,7 +26,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from statistics import fmean
 from nanovllm.topics.simulator.cost_model import SHAPES
 from tutorials.arguments import checked, positive
 from tutorials.machine import environment
-from tutorials.measure.busy import endless_loop
 from tutorials.measure.checkpoints import model_directory
 from tutorials.measure.engines import Job
 from tutorials.measure.peers import ENGINES
@@ -123,7 +121,6 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=9, help="of each engine, after those to warm up")
     add("--warm-up", type=count, default=WARM_UP, help="rounds before those; default: %(default)s")
     add("--first", type=positive, nargs="+", default=[], help="also run only so many requests")
-    add("--busy", type=count, default=0, metavar="N", help="endless loops beside all rounds")
     add("--cold", action="store_true", help="also show the start and the rounds to warm up")
     add("--json", type=Path, help="write the result here")
     return parser
@@ -174,14 +171,12 @@ def reports(args) -> Iterator[dict]:
         options=dict(args.option),
         gpu_share=0.9 / len(names),
     )
-    with Turns(dict(args.python)) as turns, ExitStack() as loops:
+    with Turns(dict(args.python)) as turns:
         for name in names:
             print(f"{name} starts", file=sys.stderr)
             facts = turns.start(replace(job, engine=name))
             if name == "nanovllm":
                 job = replace(job, **{key: facts[key] for key in FOLLOWED})
-        for _ in range(args.busy):
-            loops.enter_context(endless_loop())
         for _ in turns.play(args.rounds, args.warm_up, args.first):
             yield about | report_of(args, turns, job, wanted)
 
@@ -210,7 +205,6 @@ def report_of(args, turns: Turns, job: Job, wanted: list[Request]) -> dict:
         "tokens": args.tokens,
         "rounds": len(ours["runs"]),
         "warm_up": args.warm_up,
-        "busy": args.busy,
         "foreign_cpu_share": fmean(turns.foreign_shares),
         "cold": args.cold,
         "cut_requests": sum(a != b for a, b in zip(requests, wanted)),

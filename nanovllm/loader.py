@@ -86,10 +86,10 @@ def load_config(path: Path):
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_family(hf_config.model_type, stored)  # transformers makes another type of some
         hf_config = model_class(hf_config).checked(hf_config)
-        if is_quantized(hf_config) or [*path.glob("quant*_config.json")]:
-            from nanovllm.topics.quantization.methods import find_method  # chapter 21
+        if is_quantized(hf_config):
+            from nanovllm.topics.quantization.methods import method_of  # chapter 21
 
-            find_method(hf_config, path)  # raises if it is not supported
+            method_of(hf_config)  # raises if it is not supported
         for name in SIZES:
             value = getattr(hf_config, name)
             if not is_int(value, 1):

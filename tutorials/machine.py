@@ -3,6 +3,7 @@ now."""
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -62,25 +63,17 @@ def environment() -> dict:
     }
 
 
-def device_name(device, threads: int = 0) -> str:
-    """What the machine calls itself; of a CPU with its threads, 0 are as many as PyTorch uses
-    now."""
+def device_name(device) -> str:
+    """What the machine calls itself; of a CPU with the threads that PyTorch uses now."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line
-            for line in info.read_text(encoding="utf-8").splitlines()
-            if line.startswith("model name")
-        ]
-        if info.exists()
-        else []
-    )
-    name = names[0].partition(": ")[2] if names else platform.processor()
-    count = threads or torch.get_num_threads()
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    found = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    name = found[1] if found else platform.processor()
+    count = torch.get_num_threads()
     return f"{name}, {count} thread{'s' * (count != 1)}"
 
 

@@ -4,12 +4,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-# a row of the steps of an engine, summed
-BIN = ("sequences", "steps", "tokens", "bytes", "flops", "seconds", "host_seconds")
 
 
 def percentile(values: list[float], q: float) -> float | None:
@@ -35,10 +32,9 @@ def summary(result: dict, ours: dict, output_tokens: int, is_greedy: bool) -> di
     report["seconds"] = seconds_of(result["runs"])
     report |= speeds(report["seconds"], output_tokens) | latencies(result["runs"])
     if result is ours:
-        if "steps" in ours:  # not before all rounds have ended
+        if "roofline" in ours:  # not before all rounds have ended
             observed = ("observed_seconds", "ceilings", "roofline")
             report |= {key: ours[key] for key in observed} | ours["cache"]
-            report["steps"] = {"columns": BIN, **ours["steps"]}
         return report
     report |= ratios(report["seconds"], seconds_of(ours["runs"]))
     if is_greedy:
@@ -92,11 +88,11 @@ def conditions(report: dict) -> str:
 
 
 def rounds_text(report: dict) -> str:
-    """How often each engine answered the requests, and beside what."""
+    """How often each engine answered the requests."""
     text = f"{report['rounds']} round{'s' * (report['rounds'] > 1)}; the engines take turns"
     if report["rounds"] < FOR_A_TABLE:
         text += f" (a quick look: a table needs {FOR_A_TABLE})"
-    return text + f", beside endless loops: {report['busy']}" * (report["busy"] > 0)
+    return text
 
 
 def engines_table(report: dict) -> str:
@@ -119,7 +115,7 @@ def engines_table(report: dict) -> str:
         for count, speed in engine.get("few", {}).items():
             lines.append(f"{name}, the first {count} requests alone: {speed:,.0f} tokens/s")
     ours = engines["nanovllm"]
-    if "steps" not in ours:
+    if "roofline" not in ours:
         return "\n".join(lines)
     lines.append(
         "\nnanovllm's cache: at most {kv_blocks_used_peak:,} of {kv_blocks:,} KV blocks used, "
@@ -167,36 +163,19 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def rows_of(
-    header: str,
-    columns: list[tuple],
-    records: dict[str, dict],
-    label: Callable[[str], list[str]] = lambda name: [name],
-) -> list[list[str]]:
-    """The header, and a row for each record: first its label, which is made of its name.
+def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
+    """A line for each record, with its name. A column is a key, how to format its number, and a
+    factor."""
 
-    A column is a key, how to format its number, and a factor; "a.b" is the key b of the record's a.
-    """
-
-    def number(record: Any, key: str) -> Any:
-        for part in key.split("."):
-            record = record.get(part) if record else None
-        return record
-
-    def shown(value, spec: str, factor: float = 1) -> str:
+    def shown(value: Any, spec: str, factor: float = 1) -> str:
         if value in (None, ""):
             return "-"
         return format(value if factor == 1 else value * factor, spec)
 
     rows = [header.split("|")]
     for name, record in records.items():
-        rows.append(label(name) + [shown(number(record, key), *how) for key, *how in columns])
-    return rows
-
-
-def table(header: str, columns: list[tuple], records: dict[str, dict]) -> str:
-    """The same for a terminal."""
-    return aligned(rows_of(header, columns, records))
+        rows.append([name, *(shown(record.get(key), *how) for key, *how in columns)])
+    return aligned(rows)
 
 
 def ceiling_text(ceilings: dict) -> str:
@@ -216,10 +195,3 @@ def write_json(report: dict, path: Path | None) -> None:
     beside = path.with_name(path.name + ".part")  # a process that is ended here leaves no half file
     beside.write_text(text + "\n", encoding="utf-8")
     os.replace(beside, path)
-
-
-def median(runs: list) -> Any:
-    """Of runs with the same numbers, number by number: each run is one, or a dict of such."""
-    if isinstance(runs[0], dict):
-        return {name: median([run[name] for run in runs]) for name in runs[0]}
-    return percentile(runs, 50)

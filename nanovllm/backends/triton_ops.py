@@ -17,7 +17,7 @@ from nanovllm.backends import torch_ops
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.kv_cache import KVCache
 from nanovllm.layers.linear import Groups, Quantized
-from nanovllm.layers.ops import Norm, Norms
+from nanovllm.layers.ops import Norms
 from nanovllm.layers.triton_attention import copy_blocks as copy_blocks
 from nanovllm.layers.triton_attention import layout as layout
 from nanovllm.layers.triton_attention import paged_attention as paged_attention
@@ -62,7 +62,7 @@ def add_and_norm_kernel(
 
 
 @triton.jit
-def norm_and_rotate_kernel(
+def rotate_and_store_kernel(
     qkv,  # [T, heads, HEAD_DIM], `stride` from token to token
     q_weight,
     k_weight,
@@ -80,12 +80,11 @@ def norm_and_rotate_kernel(
     PADDED: tl.constexpr,  # half of a head
     ALL: tl.constexpr,  # >= HEADS + KV_HEADS, a power of two
     HAS_NORM: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
 ):
-    """Program t: RMSNorm if there is one, and rotation, in place.
+    """Program t: RMSNorm if there is one, and rotation.
 
-    Query heads come first, then key heads. If there is a cache, keys are written to their slot
-    instead, and the values are copied into it.
+    Query heads come first, then key heads. Queries are rotated in place, and keys into their slot;
+    the values are copied into it.
     """
     t = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -110,25 +109,23 @@ def norm_and_rotate_kernel(
     dtype = qkv.dtype.element_ty
     first = (x1 * cos - x2 * sin).to(dtype)
     second = (x2 * cos + x1 * sin).to(dtype)
-    is_in_place = is_number
-    if HAS_CACHE:
-        is_in_place = (head < HEADS) & is_half
-        slot = tl.load(slots + t).to(tl.int64)
-        if slot >= 0:  # a padding row of a CUDA graph has none
-            value = at + KV_HEADS * HEAD_DIM
-            v1 = tl.load(value, mask=is_key, other=0.0)
-            v2 = tl.load(value + HALF, mask=is_key, other=0.0)
-            row = slot * slot_stride + (head - HEADS) * KV_DIM
-            if KV_DIM > HEAD_DIM:
-                store_rows(k_cache + row, i, first, second, is_key, HEAD_DIM)
-                store_rows(v_cache + row, i, v1, v2, is_key, HEAD_DIM)
-            else:
-                tl.store(k_cache + row + i, first, mask=is_key)
-                tl.store(k_cache + row + i + HALF, second, mask=is_key)
-                tl.store(v_cache + row + i, v1, mask=is_key)
-                tl.store(v_cache + row + i + HALF, v2, mask=is_key)
-    tl.store(at, first, mask=is_in_place)
-    tl.store(at + HALF, second, mask=is_in_place)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:  # a padding row of a CUDA graph has none
+        value = at + KV_HEADS * HEAD_DIM
+        v1 = tl.load(value, mask=is_key, other=0.0)
+        v2 = tl.load(value + HALF, mask=is_key, other=0.0)
+        row = slot * slot_stride + (head - HEADS) * KV_DIM
+        if KV_DIM > HEAD_DIM:
+            store_rows(k_cache + row, i, first, second, is_key, HEAD_DIM)
+            store_rows(v_cache + row, i, v1, v2, is_key, HEAD_DIM)
+        else:
+            tl.store(k_cache + row + i, first, mask=is_key)
+            tl.store(k_cache + row + i + HALF, second, mask=is_key)
+            tl.store(v_cache + row + i, v1, mask=is_key)
+            tl.store(v_cache + row + i + HALF, v2, mask=is_key)
+    is_query = (head < HEADS) & is_half
+    tl.store(at, first, mask=is_query)
+    tl.store(at + HALF, second, mask=is_query)
 
 
 @triton.jit
@@ -152,18 +149,11 @@ def add_and_norm(residual: Tensor, x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor,
     return residual, out
 
 
-def norm_and_rotate(
-    qkv: Tensor,
-    q_norm: Norm,
-    k_norm: Norm,
-    cos_sin: Tensor,
-    sizes: list[int],
-    cache: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, ...]:
-    """Works in place: q, k and v are views of qkv.
-
-    With a cache (keys, values and the tokens' slots), k is not rotated there, but into the cache.
-    """
+def rotate_and_store(
+    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
+) -> Tensor:
+    """The result is a view of qkv."""
+    q_norm, k_norm = norms
     heads, kv_heads, _ = sizes
     head_dim = qkv.shape[-1]
     padded = triton.next_power_of_2(head_dim // 2)
@@ -171,23 +161,14 @@ def norm_and_rotate(
     q_weight = q_norm.weight if q_norm is not None else qkv  # a kernel takes no None
     k_weight = k_norm.weight if k_norm is not None else qkv
     eps = q_norm.eps if q_norm is not None and q_norm.eps is not None else 0.0
-    tensors = cache or (qkv, qkv, qkv)
-    norm_and_rotate_kernel[(len(qkv),)](
-        qkv, q_weight, k_weight, cos_sin, *tensors, qkv.stride(0), tensors[0].stride(1), eps,
-        heads, kv_heads, head_dim, tensors[0].shape[-1], padded,
-        triton.next_power_of_2(heads + kv_heads), has_norm,
-        len(cache) > 0,
-    )  # fmt: skip
-    return qkv.split(sizes, dim=1)
-
-
-def rotate_and_store(
-    qkv: Tensor, norms: Norms, cos_sin: Tensor, sizes: list[int], batch: Batch, layer: int
-) -> Tensor:
     keys, values = batch.kv_cache.layers[layer]
-    cache = (keys, values, batch.slot_mapping)
-    q, _, _ = norm_and_rotate(qkv, *norms, cos_sin, sizes, cache)
-    return q
+    rotate_and_store_kernel[(len(qkv),)](
+        qkv, q_weight, k_weight, cos_sin, keys, values, batch.slot_mapping,
+        qkv.stride(0), keys.stride(1), eps,
+        heads, kv_heads, head_dim, keys.shape[-1], padded,
+        triton.next_power_of_2(heads + kv_heads), has_norm,
+    )  # fmt: skip
+    return qkv[:, :heads]
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -44,12 +44,10 @@ def cache_usage(scheduler: Scheduler) -> dict[str, int]:
     return slot_usage(scheduler.block_manager, sequences)
 
 
-def slot_usage(
-    manager: BlockManager, sequences: Iterable[tuple[Sequence, int]], num_stranded: int = 0
-) -> dict[str, int]:
+def slot_usage(manager: BlockManager, sequences: Iterable[tuple[Sequence, int]]) -> dict[str, int]:
     """Slots by use (paper, figure 2), given all sequences with blocks and the maximum tokens that
-    each may cache. `num_stranded` of the free blocks cannot be used. The first five add up to all
-    slots; `shared` is how many more would be needed without sharing."""
+    each may cache. The first five add up to all slots: any free block can be used, so there is no
+    external fragmentation. `shared` is how many more would be needed without sharing."""
     size = manager.block_size
     stored: Counter[int] = Counter()  # per block: tokens in it now ...
     kept: Counter[int] = Counter()  # ... and that may be in it at the end
@@ -66,7 +64,7 @@ def slot_usage(
         "token_states": stored.total(),
         "reserved": reserved - stored.total(),
         "internal_fragmentation": manager.num_used_blocks * size - reserved,
-        "external_fragmentation": num_stranded * size,
-        "free": (manager.num_free_blocks - num_stranded) * size,
+        "external_fragmentation": 0,
+        "free": manager.num_free_blocks * size,
         "shared": (num_listed - manager.num_used_blocks) * size,
     }

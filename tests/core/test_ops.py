@@ -182,20 +182,30 @@ def test_add_and_norm(backend, dtype, size):
     assert torch.equal(found[3:4], alone)  # to the last bit, whatever is beside it
 
 
+def rotated_and_stored(ops, qkv, norms, cos_sin, sizes):
+    """q, k and v [T, heads, head_dim], of which k and v were stored in the slots 0, 1, 2, ..."""
+    batch, _ = random_batch([(1, 1)], 1, 8)
+    shape = (2, 1, 1, len(qkv), sizes[1], qkv.shape[-1])
+    batch.kv_cache = KVCache(torch.empty(shape, dtype=qkv.dtype, device=qkv.device))
+    batch.slot_mapping = torch.arange(len(qkv), device=qkv.device)
+    q = ops.rotate_and_store(qkv.clone(), norms, cos_sin, sizes, batch, 0)
+    return q, *batch.kv_cache.tensor[:, 0, 0]
+
+
 @pytest.mark.parametrize("head_dim", [80, 32, 128])
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @backends(numba=9, triton=5)
-def test_norm_and_rotate(backend, dtype, has_norm, head_dim):
+def test_heads_are_normalized_and_rotated(backend, dtype, has_norm, head_dim):
     ops, device, sizes = ops_of(backend), device_of(backend), [6, 2, 2]
     norms = [norm(head_dim, dtype, device, seed) if has_norm else None for seed in (1, 2)]
     angles = randn(5, head_dim // 2, device=device)
     cos, sin = angles.cos(), angles.sin()
     cos_sin = torch.cat([cos, sin], dim=1)
     qkv = randn(5, 10, head_dim, device=device, dtype=dtype)
-    *rotated, v = ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes)
+    *rotated, v = rotated_and_stored(ops, qkv, norms, cos_sin, sizes)
     assert torch.equal(v, qkv[:, 8:])  # values are left alone
-    alone = ops.norm_and_rotate(qkv[3:4].clone(), *norms, cos_sin[3:4], sizes)
+    alone = rotated_and_stored(ops, qkv[3:4], norms, cos_sin[3:4], sizes)
     for part, before, layer, one in zip(rotated, qkv.split(sizes, dim=1), norms, alone):
         before = before.float() if layer is None else normed(before, layer)
         turned = torch.view_as_complex(torch.stack(before.chunk(2, dim=-1), dim=-1))
@@ -209,12 +219,12 @@ def test_norm_and_rotate(backend, dtype, has_norm, head_dim):
 @pytest.mark.parametrize("dtype", DTYPES)
 @backends(numba=9, triton=5)
 def test_rotate_and_store(backend, dtype, has_norm, head_dim):
-    """What norm_and_rotate and PyTorch's store_kv do one after the other, to the last bit; also with a cache in 8 bits."""
+    """What PyTorch's store_kv stores of rotated heads, to the last bit: in any slots, and in a cache in 8 bits."""
     ops, device, sizes = ops_of(backend), device_of(backend), [6, 2, 2]
     norms = tuple(norm(head_dim, dtype, device, seed) if has_norm else None for seed in (1, 2))
     cos_sin = randn(5, head_dim, device=device)
     qkv = randn(5, 10, head_dim, device=device, dtype=dtype)
-    q, *kv = (part.clone() for part in ops.norm_and_rotate(qkv.clone(), *norms, cos_sin, sizes))
+    q, *kv = rotated_and_stored(ops, qkv, norms, cos_sin, sizes)
     batch, _ = random_batch([(5, 5)], 2, head_dim)
     num_stored = 4 if backend == "triton" else 5  # a padding row of a recorded step has no slot
     slots = torch.tensor([11, 2, 0, 7, 5], device=device)

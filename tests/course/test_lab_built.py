@@ -8,14 +8,13 @@ import json
 import shutil
 import threading
 from functools import partial
-from http.server import ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from browser import Browser, opened
 from submissions import SHORTEST_FIRST, method
 
-from nanovllm.topics.lab.serving import Files
 from tutorials.lab import build
 
 pytestmark = [
@@ -50,14 +49,17 @@ def test_what_is_built_needs_no_network(site):
 # --- in a browser ---
 
 
-class Counted(Files):
-    """Notes what was asked for."""
+class Counted(SimpleHTTPRequestHandler):
+    """Notes what was asked for, and says nothing."""
 
     paths: list[str] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
         self.paths.append(self.path)
         super().do_GET()
+
+    def log_message(self, *_) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")

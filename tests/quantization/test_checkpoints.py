@@ -375,19 +375,6 @@ def test_layers_that_are_quantized_in_part(tmp_path):
         LLM(path, **OPTIONS)
 
 
-def test_settings_in_a_file_of_old_tools(tmp_path):
-    """AutoGPTQ's and AutoAWQ's first versions wrote a file beside config.json, each with names of its own."""
-    for settings, file, names in (
-        (SYM, "quantize_config.json", {}),
-        (AWQ, "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
-    ):
-        path, model = written(tmp_path / file, **settings)
-        change(path, quantization_config=None)
-        stored = {names.get(key, key): settings[key] for key in settings if key != "quant_method"}
-        (path / file).write_text(json.dumps(stored), encoding="utf-8")
-        check_near(LLM(path, **OPTIONS), model, 0.5)
-
-
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
     path, _ = written(tmp_path, **GPTQ)
     (path / "own.py").write_text("raise SystemExit('it was run')", encoding="utf-8")

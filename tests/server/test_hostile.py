@@ -43,6 +43,7 @@ from server_tools import (
 from nanovllm import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.topics.server import async_llm
+from nanovllm.topics.server.serve import lacks_body
 
 NEIGHBOUR = {"prompt": [5, 6, 7], "max_tokens": 24, "seed": 1, "ignore_eos": True}
 SMALL = {"prompt": "a", "max_tokens": 1}
@@ -403,9 +404,7 @@ def test_at_the_end_those_that_run_finish(pool, expected):
         halves = [server.connect() for _ in range(3)]
         for half in halves:  # a part of a body, which never comes
             half.sendall(request_bytes(COMPLETIONS, NEIGHBOUR)[:-5])
-        wait_for(
-            lambda: sum(one.lacks_body for one in server.uvicorn.server_state.connections) == 3
-        )
+        wait_for(lambda: sum(map(lacks_body, server.uvicorn.server_state.connections)) == 3)
         runner.step(3)
         server.uvicorn.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: not server.routes.live.readers)  # who only watches is sent away

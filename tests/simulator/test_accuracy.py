@@ -10,7 +10,6 @@ from nanovllm.config import EMBEDDED_MODEL, Config
 from nanovllm.topics.simulator.cost_model import Hardware
 from nanovllm.topics.simulator.machines import Machine
 from tutorials.measure import pairs
-from tutorials.measure.cases import SWAP, simulated
 from tutorials.simulation.workloads import all_at_once, fixed, lognormal, shared_prefix, workload
 
 OPTIONS = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 200}
@@ -58,7 +57,7 @@ WORKLOADS = {
         {},
     ),
     "recompute": (CRAMPED, {"num_blocks": 16}),
-    "swap": (CRAMPED, {"num_blocks": 16} | SWAP),
+    "swap": (CRAMPED, {"num_blocks": 16, "preemption_mode": "swap", "swap_gib": 0.05}),
 }
 
 
@@ -77,27 +76,22 @@ def test_the_simulator_takes_the_steps_of_the_engine(name):
 
 # --- pairs of policies ---
 
-TRUE = Machine(
-    Hardware("made up", 20e9, 100e9, 0.0),
-    bandwidth_share=0.5,
-    flops_share=0.8,
-    attention_bandwidth_share=0.1,
-    attention_flops_share=0.4,
-    overlap=0.0,
-    seconds_per_step=0.004,
-    seconds_per_sequence=5e-5,
-    seconds_per_layer=0.0,
-    seconds_per_chunk=6e-5,
-    host_bytes_per_second=1e9,
-)
+
+def pair_of(base: list[float], other: list[float], simulated: tuple[float, float]) -> dict:
+    """A row in which all measures are the same."""
+
+    def of(seconds):
+        return dict.fromkeys(pairs.KEYS, seconds)
+
+    return {"real": [[*map(of, base)], [*map(of, other)]], "simulated": [*map(of, simulated)]}
 
 
-def test_all_pairs_differ_in_one_thing_and_run():
-    """Simulated, with a few jobs each."""
-    rows = {}
-    for pair in pairs.PAIRS:
-        jobs = pairs.jobs_of_pair(pair, TRUE, 0.2)
-        numbers = [pairs.numbers(simulated(jobs, case, TRUE)) for case in pair.cases]
-        assert numbers[0].keys() == {*pairs.KEYS}
-        rows[pair.name] = {"real": [[one] for one in numbers], "simulated": numbers}
-    assert len(rows) == len(pairs.PAIRS) >= 12
+def test_what_is_said_of_a_pair():
+    key = pairs.KEYS[0]
+    clear = pair_of([1.0, 1.1, 1.0], [1.5, 1.65, 1.6], (1.0, 1.3))
+    verdict = pairs.judged(clear, key)
+    assert verdict["real"] == pytest.approx(0.5) and verdict["range"] == pytest.approx(0.1)
+    assert verdict["is_clear"] and verdict["agrees"]
+    noisy = pair_of([1.0, 1.0, 1.0], [1.2, 0.9, 1.1], (1.0, 0.9))
+    verdict = pairs.judged(noisy, key)
+    assert not verdict["is_clear"] and not verdict["agrees"]

@@ -87,8 +87,8 @@ class Noted:
             is_int8 = "_int8" * (constants["k_cache"].dtype == torch.int8)
             names = [launch.name for launch in self.launches]
             name = ("prefill" if f"decode{is_int8}" in names else "decode") + is_int8
-        if name == "norm_and_rotate" and constants["HAS_CACHE"]:
-            name = "rotate_and_store" + "_int8" * (constants["k_cache"].dtype == torch.int8)
+        if name == "rotate_and_store":
+            name += "_int8" * (constants["k_cache"].dtype == torch.int8)
         if constants.get("VALUES") == 8 or (name == "convolve" and constants["TOKENS"] > 1):
             name += "_of_prompts"
         if name == "product":

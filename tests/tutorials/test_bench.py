@@ -26,7 +26,7 @@ from tutorials.measure.checkpoints import write_checkpoint
 from tutorials.measure.engines import Answer, Job, Loop, Nanovllm
 from tutorials.measure.peers import ENGINES
 from tutorials.measure.worker import Measured
-from tutorials.report import BIN, summary
+from tutorials.report import summary
 from tutorials.simulation.requests import Request, make_requests
 
 ROOT = Path(__file__).parents[2]
@@ -257,17 +257,13 @@ def test_the_whole_command(tmp_path):
         assert engine["requests_per_second"] > 0 and engine["startup_seconds"] > 0
     assert hf["same_tokens"] == 1 and hf["ttft_p50"] is None
     assert hf["times_as_fast_range"][0] <= hf["times_as_fast"] and "times_as_fast" not in ours
-    assert report["num_threads"] >= 1 and report["cpu_capability"] and report["busy"] == 0
+    assert report["num_threads"] >= 1 and report["cpu_capability"]
     assert 0 < ours["ttft_p50"] <= ours["ttft_p99"] and 0 < ours["tpot_p50"] <= ours["tpot_p99"]
     assert ours["kv_blocks"] == 64 and ours["kv_blocks_used_peak"] > 0
     assert ours["preemptions"] == ours["prefix_cache_hit_tokens"] == 0
     roofline = ours["roofline"]
     assert roofline["prefill"]["steps"] == 1 and 0 <= roofline["decode"]["host_share"] < 1
     assert roofline["decode"]["floor_seconds"] > 0 and ours["ceilings"]["bytes_per_second"] > 0
-    assert tuple(ours["steps"]["columns"]) == BIN
-    rows = [dict(zip(BIN, row)) for row in ours["steps"]["decode"]]
-    assert sum(row["steps"] for row in rows) == roofline["decode"]["steps"]
-    assert sum(row["seconds"] for row in rows) == pytest.approx(roofline["decode"]["seconds"])
     assert report["engines"]["nanovllm-original"] == {"error": "not installed"}
     assert "nanovllm-original: not installed" in done.stdout and "100.0%" in done.stdout
 

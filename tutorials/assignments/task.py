@@ -139,15 +139,10 @@ def load_task(name: str) -> Task:
     return import_module(f"tutorials.assignments.{name}.task").TASK
 
 
-def measure(
-    part: Part,
-    policy_cls: type,
-    seed: int,
-    manager_cls: type[BlockManager] | None = None,
-) -> dict[str, float]:
+def measure(part: Part, policy_cls: type, seed: int) -> dict[str, float]:
     """The value of each goal, for a scheduler or a router in this process. Raises ScheduleError if
     it breaks a rule."""
-    run, baseline = serve(part, policy_cls, seed, manager_cls), serve_baseline(part, seed)
+    run, baseline = serve(part, policy_cls, seed), serve_baseline(part, seed)
     return {goal.name: goal.measure(run, baseline) for goal in part.goals}
 
 

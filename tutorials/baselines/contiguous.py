@@ -39,7 +39,6 @@ class ContiguousBlockManager(BlockManager):
         num_sizes = num_blocks.bit_length()
         self.free_runs = [set[int]() for _ in range(num_sizes)]  # [k]: where 2**k blocks begin
         self.copies: dict[Sequence, list[tuple[int, int]]] = {}  # what a fork has yet to copy
-        self.refused = 0  # blocks of the request that was last refused, until one is accepted
         start = 0
         for k in reversed(range(num_sizes)):
             if num_blocks >> k & 1:
@@ -74,19 +73,11 @@ class ContiguousBlockManager(BlockManager):
     def can_admit(self, request: Request, num_reserved: int = 0) -> bool:
         """It needs a run for each sequence. After that it has all that it will ever need."""
         k = self.size_for(request)
-        num_seqs = len(request.unfinished)
         num_runs = sum(len(self.free_runs[i]) << (i - k) for i in range(k, len(self.free_runs)))
-        fits = num_runs >= num_seqs
-        self.refused = 0 if fits else num_seqs * 2**k
-        return fits
+        return num_runs >= len(request.unfinished)
 
     def num_blocks_at_fork(self, request: Request) -> int:
         return 0
-
-    @property
-    def num_stranded_blocks(self) -> int:
-        """All that is free, if it would be enough for the request that waits, and yet is no use."""
-        return self.num_free_blocks if 0 < self.refused <= self.num_free_blocks else 0
 
     # --- what it tells us to do ---
 

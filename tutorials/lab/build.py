@@ -3,7 +3,7 @@
     python -m tutorials.lab.build build/site
 
 Needs npm, and its packages (package-lock.json), which it installs beside this file. The built files
-need no network, but a web server: `nanovllm lab build/site`.
+need no network, but a web server: `python -m http.server -b 127.0.0.1 -d build/site 8001`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a benchmark makes of an engine's steps: the share of the floor, the share of the host, bins.
+"""What a benchmark makes of an engine's steps: the share of the floor, the share of the host.
 
 Imports no torch. The cost model is `nanovllm.topics.simulator.cost_model`.
 """
@@ -35,16 +35,3 @@ def roofline(shape: Shape, steps: list[Step], hardware: Hardware) -> dict[str, d
         if chosen:
             report[kind] |= {"floor_share": floor / seconds, "host_share": host / seconds}
     return report
-
-
-def binned(shape: Shape, steps: list[Step]) -> dict[str, list[list]]:
-    """A summary of the steps of each kind: a row of `BIN` for each number of sequences, summed over
-    its steps."""
-    bins: dict[str, dict[int, list]] = {"decode": {}, "prefill": {}}
-    for step in steps:
-        work = work_of(shape, step.items, step.sampled)
-        num_tokens = sum(num_tokens for num_tokens, _ in step.items)
-        row = [1, num_tokens, work.bytes, work.flops, step.seconds, step.host_seconds]
-        sums = bins[step.kind].setdefault(len(step.items), [0] * len(row))
-        sums[:] = map(sum, zip(sums, row))
-    return {kind: [[size, *rows[size]] for size in sorted(rows)] for kind, rows in bins.items()}

@@ -1,4 +1,4 @@
-"""Writes the tables of README, the appendix, chapter 21 and the handouts from the files in tutorials/results.
+"""Writes the tables of README, the appendix and the handouts from the files in tutorials/results.
 
     python -m tutorials.measure.tables
 
@@ -10,9 +10,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 from tutorials.assignments.seeds import handout_table
 from tutorials.machine import ROOT
@@ -22,7 +20,6 @@ RESULTS = ROOT / "tutorials" / "results"
 PAGES = [
     ROOT / "README.md",
     ROOT / "tutorials" / "appendix.md",
-    ROOT / "tutorials" / "21_quantization.md",
     *sorted((ROOT / "tutorials" / "assignments").glob("*/README.md")),
 ]
 MARK = re.compile(
@@ -38,71 +35,6 @@ ENGINES = {
     "hf-cb": "transformers {}, continuous batching",
 }
 MODELS = {"tiny_qwen3": "embedded model", "qwen3-0.6b-random": "Qwen3-0.6B"}
-FORMS = {
-    "nanovllm": "nanovllm",
-    "nanovllm-int8": "int8",
-    "nanovllm-int4": "int4",
-    "vllm": "vLLM",
-    "vllm-w8a8": "vLLM, 8 bits",
-}
-
-
-Rows = list[list[str]]
-
-
-# --- of one file: a sentence, if there is one, and what the experiment itself prints ---
-
-NUMBERS = "([all numbers]({link}))"
-HERE = "{device}, commit {commit} " + NUMBERS
-
-
-def quality(report: dict) -> Rows:
-    """For chapter 21: what fewer bits cost. Measured with measure/quality.py of commit 35fb4a0."""
-    models = report["models"]
-    columns = [f"{model}: {of}" for model in models for of in ("perplexity", "distance")]
-    table = [["", "right answers", *columns]]
-    for name, result in models["embedded"].items():
-        cells = [name, f"{result['right']:.1%}"]
-        for model in models.values():
-            cells += [f"{model[name]['perplexity']:.3f}", f"{model[name]['distance']:.4f}"]
-        table.append(cells)
-    return table
-
-
-def speeds_of_forms(report: dict) -> Rows:
-    """For chapter 21: tokens/s, and how many times as fast as vLLM within a round. Measured with
-    measure/small_numbers.py of commit 35fb4a0."""
-    speeds = report["speeds"]
-    table = [["requests", *(FORMS[name] for name in speeds)]]
-    for load, base in speeds["vllm"].items():
-        cells = [load]
-        for name in speeds:
-            ratios = [ours / vllm for ours, vllm in zip(speeds[name][load], base)]
-            cells.append(f"{median(speeds[name][load]):,.0f}")
-            if name != "vllm":
-                cells[-1] += f", {median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
-        table.append(cells)
-    return table
-
-
-TABLES: dict[str, tuple[str | None, Callable[[dict], Rows | str]]] = {
-    "quality": (f"{HERE}:", quality),
-    "small_numbers": (f"{{dtype}}, {HERE}, {{rounds}} rounds in turns:", speeds_of_forms),
-    "tried": (None, handout_table),
-}
-
-
-def of_one(name: str, report: dict, link: str) -> str:
-    sentence, rows = TABLES[name]
-    body = rows(report)
-    text = body if isinstance(body, str) else markdown(body)
-    if sentence is None:
-        return text
-    about = sentence.format(**report, link=link)
-    return f"{about}\n\n{text}"
-
-
-# --- of several files ---
 
 
 def speed(reports: list[dict], links: list[str]) -> str:
@@ -143,11 +75,6 @@ def speed_cells(engine: dict) -> list[str]:
     return [speed, ratio, f"{engine['startup_seconds']:,.0f} s"]
 
 
-OF_SEVERAL = {
-    "speed": speed,
-}
-
-
 # --- of no file: from the package itself ---
 
 
@@ -182,6 +109,12 @@ def first_sentence(text: str) -> str:
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
+def tried(reports: list[dict], links: list[str]) -> str:
+    """For a handout: the policies that its author has tried."""
+    return handout_table(reports[0])
+
+
+OF_FILES = {"speed": speed, "tried": tried}
 OF_THE_PACKAGE = {"topics": topics, "core": core}
 
 
@@ -195,11 +128,8 @@ def written(text: str, page: Path) -> str:
         reports = [json.loads(path.read_bytes()) for path in paths]
         if name in OF_THE_PACKAGE:
             found = OF_THE_PACKAGE[name](page)
-        elif name in OF_SEVERAL:
-            found = OF_SEVERAL[name](reports, links)
         else:
-            found = of_one(name, reports[0], links[0])
-        found = found.replace(", 1 threads", ", 1 thread")  # as older files have it
+            found = OF_FILES[name](reports, links)
         return f"{mark[1]}{found}\n{mark[5]}"
 
     return MARK.sub(table, text)

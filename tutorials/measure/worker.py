@@ -89,7 +89,7 @@ class MeasuredOurs(Measured):
         """One more round, with every step timed: its roofline, and what its requests did to the
         cache. The ceilings of a CPU are the better of two measurements, before and after all rounds."""
         from nanovllm.topics.simulator.cost_model import Hardware
-        from tutorials.measure.steps import binned, roofline
+        from tutorials.measure.steps import roofline
 
         self.engine.observe()
         before = self.engine.stats()
@@ -98,13 +98,11 @@ class MeasuredOurs(Measured):
         hardware = self.before
         if self.runner.device.type == "cpu":
             hardware = Hardware(*map(max, zip(hardware, self.ceilings())))
-        steps = self.engine.steps
         return {
             "observed_seconds": seconds,
             "cache": {k: n if k.startswith("kv") else n - before[k] for k, n in after.items()},
             "ceilings": hardware._asdict(),
-            "roofline": roofline(self.shape(), steps, hardware),
-            "steps": binned(self.shape(), steps),
+            "roofline": roofline(self.shape(), self.engine.steps, hardware),
         }
 
     def shape(self):

@@ -1,4 +1,4 @@
-"""Policies that are compared: on the real engine (cases, pairs) and on other machines (studies).
+"""Policies that the studies compare on many machines.
 
 Each differs from first come, first served in a method or two. Chapter 16 explains them.
 """
@@ -30,11 +30,6 @@ class WithALimit(ShortestFirst):
     def priority(self, request: Request) -> tuple:
         is_new = self.clock() - request.arrival_time < 1
         return is_new, *super().priority(request)
-
-
-class ShortestPrompt(Scheduler):
-    def priority(self, request: Request) -> tuple[int, int]:
-        return len(request.prompt_token_ids), request.arrival
 
 
 class EarliestDeadline(Scheduler):
@@ -72,23 +67,15 @@ class LeastServed(Scheduler):
 # --- preemption ---
 
 
-def push_out(scheduler: Scheduler) -> None:
-    """Preempts the last running request, if a waiting one stands before it."""
-    if scheduler.waiting and len(scheduler.running) == scheduler.max_num_seqs:
-        urgent = min(scheduler.waiting, key=scheduler.priority)
-        last = max(scheduler.running, key=scheduler.priority)
-        if scheduler.priority(urgent) < scheduler.priority(last):
-            scheduler.preempt(last)
-
-
-class ShortPushesOut(ShortestFirst):
-    def make_room(self, schedule: Schedule) -> None:
-        push_out(self)
-
-
 class UrgentPushesOut(EarliestDeadline):
+    """Preempts the last running request, if a waiting one stands before it."""
+
     def make_room(self, schedule: Schedule) -> None:
-        push_out(self)
+        if self.waiting and len(self.running) == self.max_num_seqs:
+            urgent = min(self.waiting, key=self.priority)
+            last = max(self.running, key=self.priority)
+            if self.priority(urgent) < self.priority(last):
+                self.preempt(last)
 
 
 class NoWatermark(Scheduler):
@@ -104,11 +91,6 @@ class MostBlocks(Scheduler):
         return max(candidates, key=lambda request: len(request.sequences[0].block_table))
 
 
-class Oldest(Scheduler):
-    def victim(self, candidates: list[Request]) -> Request:
-        return candidates[0]
-
-
 # --- what a step computes ---
 
 
@@ -119,10 +101,6 @@ class PromptBound(Scheduler):
         return self.max_num_batched_tokens, self.bound
 
 
-class SmallPromptBound(PromptBound):
-    bound = 64
-
-
 class PromptsFirst(Scheduler):
     def running_order(self, request: Request) -> tuple:
         return not request.is_prefilling, self.priority(request)
@@ -131,17 +109,3 @@ class PromptsFirst(Scheduler):
 class ShortestDecodesFirst(ShortestFirst):
     def running_order(self, request: Request) -> tuple:
         return request.is_prefilling, self.priority(request)
-
-
-class OnePrompt(Scheduler):
-    """Admits nothing while a prompt is being computed."""
-
-    def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        return not any(one.is_prefilling for one in self.running)
-
-
-class WholePrompts(Scheduler):
-    """Admits only what the step can compute as a whole."""
-
-    def may_admit(self, request: Request, schedule: Schedule) -> bool:
-        return len(request.sequences[0]) <= schedule.tokens_left or not self.running

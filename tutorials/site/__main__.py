@@ -3,7 +3,7 @@
     pip install -e '.[site]'
     python -m tutorials.site [--out FOLDER]
 
-Writes to build/site. Open index.html there. The lab is built, too, if npm is there (`nanovllm lab` shows it).
+Writes to build/site. Open index.html there. The lab is built, too, if npm is there, and needs a web server.
 """
 
 import argparse
@@ -66,6 +66,9 @@ def build(out: Path) -> None:
         print_size(f"{len([*out.rglob('*.html')])} pages", out, begin)
         shutil.copytree(lab, out, dirs_exist_ok=True)
     print(out / "index.html")
+    if has_lab:
+        server = f"python -m http.server -b 127.0.0.1 -d {out} 8001"
+        print(f"the lab is at http://127.0.0.1:8001/lab.html after: {server}")
 
 
 def print_size(name: str, folder: Path, begin: float) -> None:

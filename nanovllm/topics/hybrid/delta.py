@@ -155,16 +155,9 @@ def attend(
     n = rows.num_decodes
     parts = []
     if n:
-        out = decode(
-            qkv[:n],
-            log_decay[:n],
-            beta[:n],
-            sizes,
-            states,
-            rows.slots[:n],
-            rows.is_new[:n],
-        )
-        parts.append(out)
+        decodes = (qkv[:n], log_decay[:n], beta[:n])
+        slots = (rows.slots[:n], rows.is_new[:n])
+        parts.append(decode(*decodes, sizes, states, *slots))
     for b, tokens in rows.chunks:
         slot = rows.slots[b : b + 1]  # for a number, the host would wait for the device
         state = states[slot].squeeze(0).masked_fill(rows.is_new[b], 0)

@@ -1,7 +1,5 @@
 """Methods: how a checkpoint says that its weights are quantized, and which ways are supported."""
 
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm.options import shown
@@ -18,8 +16,6 @@ ALLOWED: dict[str, dict[str, tuple]] = {  # of a method: its settings
     "fp8": {"weight_block_size": ([BLOCK, BLOCK],)},
 }
 SUPPORTED = "gptq, awq and fp8 are; or use the model's unquantized checkpoint"
-OTHER_NAMES = {"format": "checkpoint_format", "w_bit": "bits", "q_group_size": "group_size"}
-OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # beside config.json
 
 
 class Method(NamedTuple):
@@ -49,8 +45,8 @@ def method_of(hf_config) -> Method | None:
     method = str(stored["quant_method"]).lower()
     if method not in ALLOWED:
         raise ValueError(f"quantization by {method!r} is not supported: {SUPPORTED}")
-    fields = {OTHER_NAMES.get(name, name): value for name, value in stored.items()}
-    settings = with_allowed(method, fields | stored)
+    form = stored.get("format")  # as some tools name it
+    settings = with_allowed(method, {"checkpoint_format": form} | stored)
     is_gptq = method == "gptq"
     return Method(
         method,
@@ -72,13 +68,3 @@ def with_allowed(name: str, stored: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{found} is not supported: it must be one of {values}")
         settings[field] = values[values.index(known)]  # 4 for 4.0
     return settings
-
-
-def find_method(hf_config, path: Path) -> None:
-    """Raises ValueError if the method is not supported. Old tools have written the settings into a
-    file of their own: then config.quantization_config is set."""
-    for name, method in OLD_FILES.items():
-        if (path / name).is_file() and not getattr(hf_config, "quantization_config", None):
-            stored = json.loads((path / name).read_text(encoding="utf-8"))
-            hf_config.quantization_config = {"quant_method": method, **stored}
-    method_of(hf_config)

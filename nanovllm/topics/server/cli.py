@@ -1,4 +1,4 @@
-"""The command line: nanovllm serve, chat, first-light and lab."""
+"""The command line: nanovllm serve, chat and first-light."""
 
 import argparse
 import ast
@@ -12,21 +12,18 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import pairwise
-from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from nanovllm.config import Config
-from nanovllm.options import Options, refusal, shown
+from nanovllm.options import Options, shown
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.topics.first_light import command as first_light
-from nanovllm.topics.lab import serving
 from nanovllm.topics.server.settings import ReplicaOptions, ServerOptions
 
 NOT_AN_OPTION = "model n logprobs prompt_logprobs logit_bias extra_args structured_outputs".split()
-APART = {"lab": serving, "first-light": first_light}  # commands that need no torch here
 SHORT = {"--tensor-parallel-size": ["-tp"]}
 
 
@@ -50,7 +47,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def new_parser() -> Parser:
-    parser = Parser(prog="nanovllm", description="An inference engine, small enough to read.")
+    about = "An inference engine, small enough to read. @FILE stands for the words in its lines."
+    parser = Parser(prog="nanovllm", description=about, fromfile_prefix_chars="@")
     parser.add_argument("--version", action="version", version=f"nanovllm {version('nanovllm')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -59,7 +57,6 @@ def new_parser() -> Parser:
     serve.add_argument("--host", default=local, help=f"default: {local}; 0.0.0.0: any machine")
     serve.add_argument("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
     show = "for the page: a small cache, unless other options are given, and 10 steps a second"
-    serve.add_argument("--config", help="a JSON file with options; those of the command line win")
     serve.add_argument("--show", action="store_true", help=show)
     add_options(serve, ServerOptions)
     add_options(serve, ReplicaOptions)
@@ -67,7 +64,6 @@ def new_parser() -> Parser:
     chat = commands.add_parser("chat", help="talk to a model")
 
     first_light.add_command(commands)
-    serving.add_command(commands)
     for command in (serve, chat):
         model = "hub id or directory (default: the embedded one)"
         command.add_argument(
@@ -134,30 +130,6 @@ def imported(name: str) -> type:
         raise argparse.ArgumentTypeError(f"{name} is not module:Class: {error}") from error
 
 
-def with_file(words: Sequence[str], name: str) -> list[str]:
-    """The options of a JSON file, and then those of the command line."""
-    try:
-        options = json.loads(Path(name).read_text(encoding="utf-8"))
-        return [words[0], *words_of(options), *words[1:]]
-    except (ValueError, AttributeError) as error:
-        allowed = "it must be a file with a JSON object: a value for each option"
-        raise refusal("config", name, allowed) from error
-
-
-def words_of(options: dict[str, Any]) -> list[str]:
-    """The options by their names on the command line."""
-    words: list[str] = []
-    for name, value in options.items():
-        option = "--" + str(name).replace("_", "-")
-        if isinstance(value, bool):
-            words.append(option if value else "--no" + option[1:])
-        elif isinstance(value, list):
-            words += [f"{option}={one}" for one in value]
-        elif value is not None:
-            words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-    return words
-
-
 def main(words: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console may lack a letter
@@ -165,10 +137,8 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.stdin = io.StringIO()
     try:
         args = new_parser().parse_args(words)
-        if getattr(args, "config", None):
-            args = new_parser().parse_args(with_file(words or sys.argv[1:], args.config))
-        if args.command in APART:
-            return APART[args.command].run(args)
+        if args.command == "first-light":  # it needs no torch here
+            return first_light.run(args)
         from nanovllm.topics.server import commands  # torch takes seconds: not for --help
 
         getattr(commands, args.command)(args)

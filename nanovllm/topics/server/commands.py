@@ -36,10 +36,6 @@ def new_llm(args: Namespace, **defaults: Any) -> LLM:
     return LLM(**defaults | given(args, Config))
 
 
-def params_of(args: Namespace, defaults: SamplingParams) -> SamplingParams:
-    return replace(defaults, **given(args, SamplingParams))
-
-
 def serve(args: Namespace) -> None:
     try:
         from nanovllm.topics.server import serve as server
@@ -105,7 +101,8 @@ def name_of(model: str) -> str:
 
 def chat(args: Namespace) -> None:
     llm = new_llm(args)
-    params = params_of(args, replace(llm.inputs.default_params, max_tokens=None))
+    wanted = {"max_tokens": None} | given(args, SamplingParams)
+    params = replace(llm.inputs.default_params, **wanted)
     is_terminal = sys.stdin.isatty()  # into a pipe, only the answers are written
     if is_terminal:
         print(HELP)

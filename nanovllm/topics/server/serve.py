@@ -9,69 +9,23 @@ from copy import deepcopy
 from math import ceil
 from typing import Any
 
-import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.options import refusal
-from nanovllm.topics.server.answers import encode
 from nanovllm.topics.server.app import LOCAL
-from nanovllm.topics.server.errors import Refused, content_of
 
 logger = logging.getLogger("uvicorn.error")
 LONGEST_IDLE = 60.0  # seconds without a whole request, or without reading the answer
 LONGEST_HEAD = 2**14  # bytes of headers or trailers
-NO_HTTP = f"no valid HTTP/1.1, a head of more than {LONGEST_HEAD:,} bytes, or a body of tiny chunks"
 SWITCH = 0.0005  # seconds; by itself, Python lets a thread go on for ten times as long
 
 
-class Connection(h11.Connection):
-    """Counts the chunks of a body: each costs microseconds, whatever its size."""
-
-    num_chunks = 0
-    num_bytes = 0
-
-    def next_event(self) -> Any:
-        event: Any = super().next_event()
-        if isinstance(event, h11.Request):
-            self.num_chunks = self.num_bytes = 0
-        elif isinstance(event, h11.Data):
-            self.num_chunks += event.chunk_end
-            self.num_bytes += len(event.data)
-            if self.num_chunks > 256 + self.num_bytes // 16:
-                raise h11.RemoteProtocolError("the chunks are too small")
-        return event
-
-
-class Protocol(H11Protocol):
-    """uvicorn's protocol. What comes before the API key is checked takes little memory and time."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.conn = Connection(h11.SERVER, LONGEST_HEAD)
-
-    def data_received(self, data: bytes) -> None:
-        # h11 has a limit for heads that are not complete, whatever their end brings
-        for begin in range(0, len(data), LONGEST_HEAD):
-            if not self.transport.is_closing():
-                super().data_received(data[begin : begin + LONGEST_HEAD])
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = {"content-type": "application/json", "connection": "close"}
-            answer = h11.Response(status_code=400, headers=[*headers.items()])
-            content = h11.Data(data=encode(content_of(Refused(NO_HTTP))).encode())
-            for event in (answer, content, h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-        self.transport.close()  # perhaps in the middle of an answer
-
-    @property
-    def lacks_body(self) -> bool:
-        """Whether the client has not sent all of its request's body."""
-        cycle = self.cycle
-        return cycle is not None and cycle.more_body and not cycle.response_complete
+def lacks_body(connection: Any) -> bool:
+    """Whether the client has not sent all of its request's body."""
+    cycle = connection.cycle
+    return cycle is not None and cycle.more_body and not cycle.response_complete
 
 
 class Server(uvicorn.Server):
@@ -109,7 +63,7 @@ class Server(uvicorn.Server):
         for connection in connections:
             cycle = connection.cycle
             is_idle = cycle is None or cycle.response_complete
-            if is_idle or connection.lacks_body or connection.flow.write_paused:
+            if is_idle or lacks_body(connection) or connection.flow.write_paused:
                 idle[connection, cycle] = self.idle.get((connection, cycle), now)
                 if now - idle[connection, cycle] > LONGEST_IDLE:
                     connection.transport.abort()
@@ -131,7 +85,7 @@ class Server(uvicorn.Server):
             self.routes.live.close()  # watchers would stay forever
         connections: Any = self.server_state.connections
         for connection in connections:
-            if connection.lacks_body:  # it may never come
+            if lacks_body(connection):  # it may never come
                 connection.transport.close()
         # what is cut gets an error that says so
         timeout = self.routes.options.shutdown_timeout
@@ -167,7 +121,8 @@ def new_server(app: FastAPI) -> Server:
         loop="asyncio",  # uvloop does not log that there is no file left for a connection
         backlog=1,  # asyncio logs it for so many connections at once
         ws="none",
-        http=Protocol,
+        http="h11",
+        h11_max_incomplete_event_size=LONGEST_HEAD,
         log_level="info",
         timeout_graceful_shutdown=ceil(options.shutdown_timeout) + 1,
     )

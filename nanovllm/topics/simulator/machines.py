@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from nanovllm.topics.simulator.cost_model import (
     HARDWARE,
@@ -52,6 +51,7 @@ class Machine:
     seconds_per_chunk: float = 0.0  # in each layer, where attention computes chunks one by one
     host_bytes_per_second: float = 25e9  # to the host's memory and back: PCIe 4.0 with 16 lanes
     link: Link = LINKS["nvlink"]  # to the other devices of a replica
+    slowness: float = 1.0  # times the sum of all parts
     # where the numbers come from; a field that is not here is assumed
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -68,7 +68,7 @@ class Machine:
         """What a step takes that computes `items`, draws `num_sampled` tokens, copies `num_copies`
         blocks of `block_size` tokens, and swaps `num_swaps` of them out or in. The shape is that of
         one of `num_ranks`."""
-        return (
+        parts = (
             self.host_seconds(items)
             + self.launch_seconds(shape, items)
             + self.compute_seconds(shape, items, num_sampled)
@@ -76,15 +76,11 @@ class Machine:
             + self.swap_seconds(shape, num_swaps, block_size)
             + self.link_seconds(shape, items, num_sampled, num_ranks)
         )
+        return self.slowness * parts
 
     def slower(self, factor: float) -> Machine:
         """A machine on which every step takes `factor` times as long; below 1, it is faster."""
-        return replace(
-            self,
-            hardware=self.hardware._replace(**stretched(self.hardware._asdict(), factor)),
-            link=self.link._replace(**stretched(self.link._asdict(), factor)),
-            **stretched(vars(self), factor),
-        )
+        return replace(self, slowness=factor * self.slowness)
 
     def host_seconds(self, items: Items) -> float:
         num_tokens = sum(num_tokens for num_tokens, _ in items)
@@ -130,17 +126,6 @@ class Machine:
         num_bytes = sum(num_tokens for num_tokens, _ in items) * shape.hidden * shape.itemsize
         adding = (2 * shape.layers + 1) * self.link.all_reduce(num_bytes, num_ranks)
         return adding + self.link.gather(num_sampled * shape.vocab * shape.itemsize, num_ranks)
-
-
-def stretched(fields: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Its times multiplied by the factor, and its rates divided by it."""
-    found = {}
-    for name, value in fields.items():
-        if name.startswith("seconds"):
-            found[name] = value * factor
-        elif name.endswith("per_second"):
-            found[name] = value / factor
-    return found
 
 
 MACHINES = {

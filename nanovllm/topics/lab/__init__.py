@@ -1,4 +1,0 @@
-"""The scheduler lab: `nanovllm lab` serves it. `tutorials.lab.build` builds it.
-
-Chapters: 14_simulator, 16_policies.
-"""
