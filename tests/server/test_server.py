@@ -495,12 +495,12 @@ def test_logprobs_of_a_chat(server, top):
 
 ANYWAY = {
     "audio": None, "prediction": None, "verbosity": None, "reasoning_effort": None, "anything": None,
-    "n": 1, "use_beam_search": False, "best_of": 1, "functions": [],
-    "user": "me", "metadata": {"a": "b"}, "store": True,
+    "n": 1, "use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "functions": [],
+    "documents": [], "vllm_xargs": {}, "user": "me", "metadata": {"a": "b"}, "store": True,
     "suffix": None, "priority": 0, "seed": -1, "prompt_cache_retention": "24h",
 }  # fmt: skip
 OF_CHATS = {"echo": False, "include_reasoning": True, "parallel_tool_calls": False, "tools": []}
-STREAMED = {"include_usage": None, "continuous_usage_stats": False}
+STREAMED = {"include_usage": None, "continuous_usage_stats": False, "include_obfuscation": False}
 
 
 @pytest.mark.parametrize(

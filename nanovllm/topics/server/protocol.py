@@ -24,13 +24,23 @@ encode_strictly = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 SAME = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 # values of fields that we do not have which ask for what is done anyway
 HARMLESS: dict[str, tuple] = {
+    "audio": (),
     "best_of": (1,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
     "echo": (False,),
     "functions": ([],),
+    "include_obfuscation": (False,),
+    "length_penalty": (1,),
     "priority": (0,),
     "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
 }
 # fields that change nothing
 IGNORED = (
