@@ -50,6 +50,14 @@ ROPE_KEYS = {
     "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
 }
 HYBRID_KEYS = ["partial_rotary_factor", "mrope_section", "mrope_interleaved"]
+# of quantization: what the codes mean, and how they were made
+CODE_KEYS = (
+    "quant_method bits w_bit group_size q_group_size checkpoint_format format version sym "
+    "zero_point desc_act lm_head weight_block_size modules_to_not_convert ignored_layers "
+    "activation_scheme fmt scale_fmt damp_percent damp_auto_increment static_groups "
+    "true_sequential model_name_or_path model_file_base_name backend do_fuse meta dataset "
+    "tokenizer exllama_config use_exllama pack_dtype modules_in_block_to_quantize"
+).split()
 
 
 def check_settings(hf_config, has_states: bool) -> None:
@@ -61,9 +69,11 @@ def check_settings(hf_config, has_states: bool) -> None:
     known = ROPE_KEYS[settings["rope_type"]].split() + ALWAYS
     if has_states:
         known += HYBRID_KEYS
-    unread = sorted(settings.keys() - {*known})
-    if unread:
-        logger.warning("of the rope settings, %s is not known, and not read", unread)
+    codes = dict(getattr(hf_config, "quantization_config", None) or {})
+    for name, found, read in (("rope", settings, known), ("quantization", codes, CODE_KEYS)):
+        unread = sorted({*found} - {*read})
+        if unread:
+            logger.warning("of the %s settings, %s is not known, and not read", name, unread)
     window = window_of(hf_config)
     if window and window < hf_config.max_position_embeddings:
         logger.warning("the context ends at %d tokens, with the model's sliding window", window)
