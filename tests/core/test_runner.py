@@ -109,7 +109,9 @@ def test_room_for_the_block_that_is_swapped(monkeypatch):
     config = Config(preemption_mode="swap", gpu_memory_utilization=1.0)
     config.enforce_eager = True
     limits = Limits(max_model_len=4, max_num_seqs=1, max_num_batched_tokens=4)
-    runner = SimpleNamespace(device=torch.device("cuda"), limits=limits, caches=0, kv_cache=0)
+    runner = SimpleNamespace(
+        device=torch.device("cuda"), limits=limits, caches=0, kv_cache=0, draft=None
+    )
     runner.allocate = lambda *_: vars(runner).update(caches=0, kv_cache=0)
     runner.launch = lambda schedule: None
     for block_bytes in (2**20, 2**28):
