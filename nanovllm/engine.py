@@ -67,7 +67,7 @@ class LLM:
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         proposer = None
         if config.speculative_config is not None:
-            from nanovllm.topics.decoding.drafts import new_proposer  # chapter 22
+            from nanovllm.topics.drafting.draft_model import new_proposer  # chapter 22
 
             proposer = new_proposer(config.speculative_config)
         num_drafts = proposer.config.num_speculative_tokens if proposer else 0

@@ -57,10 +57,9 @@ class ModelRunner:
         hf_config,
         path: Path,
         device: torch.device,
-        draft: ModelRunner | None = None,
+        draft=None,
     ):
-        """`draft` runs a draft model, and gets as many blocks as this runner (chapter 22)."""
-        self.draft = draft
+        self.draft: ModelRunner | None = draft  # of a draft model, with as many blocks (chapter 22)
         self.device = device
         self.limits = limits
         self.is_asynchronous = device.type == "cuda"

@@ -24,7 +24,6 @@ from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.decoding.draft_model import DraftModel
 from nanovllm.topics.decoding.drafts import (
     Lookup,
     PromptLookup,
@@ -33,6 +32,7 @@ from nanovllm.topics.decoding.drafts import (
     allows_drafts,
 )
 from nanovllm.topics.decoding.groups import share
+from nanovllm.topics.drafting.draft_model import DraftModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 

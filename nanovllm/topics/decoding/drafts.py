@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from nanovllm.block_manager import BlockManager, Moves
@@ -20,9 +20,6 @@ from nanovllm.config import Config
 from nanovllm.options import Options, Rule, integer
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import NewTokens, Request, Sequence
-
-if TYPE_CHECKING:
-    from nanovllm.model_runner import ModelRunner
 
 AT_ONCE = 1024  # tokens of a text whose places are noted: a long prompt holds no step up
 FEW = integer(1, 16, "an integer from 1 to 16")
@@ -138,8 +135,8 @@ class Proposer:
         """Up to `most` tokens that may follow."""
         return []
 
-    def load(self, *arguments: Any) -> ModelRunner | None:
-        """The runner of the model that proposes, if there is one: see DraftModel."""
+    def load(self, *arguments: Any) -> Any:
+        """The ModelRunner of a draft model; None without one. Takes what ModelRunner takes."""
         return None
 
     def fill_in(self, schedule: Schedule, moves: Moves) -> None:
@@ -241,16 +238,6 @@ def config_of(fields: dict[str, Any]) -> SpeculativeConfig:
     """Raises ValueError if a field is wrong."""
     named = {str(name): value for name, value in fields.items()}
     return SpeculativeConfig(**named)
-
-
-def new_proposer(fields: dict[str, Any]) -> Proposer:
-    """The proposer that the fields of a SpeculativeConfig name."""
-    config = config_of(fields)
-    if config.model is None:
-        return PromptLookup(config)
-    from nanovllm.topics.decoding.draft_model import DraftModel
-
-    return DraftModel(config)
 
 
 def allows_drafts(request: Request) -> bool:

@@ -6,11 +6,10 @@ in the cache, a copy or a swap means the same for both. Where the draft model la
 drafts get worse, and no answer changes.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +20,22 @@ from nanovllm.loader import find_model, has_states, load_config
 from nanovllm.model_runner import ModelRunner
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import Sequence
-from nanovllm.topics.decoding.drafts import Draft, Proposer, SpeculativeConfig, without_draft
+from nanovllm.topics.decoding.drafts import (
+    Draft,
+    PromptLookup,
+    Proposer,
+    SpeculativeConfig,
+    config_of,
+    without_draft,
+)
 
 logger = logging.getLogger(__name__)
+
+
+def new_proposer(fields: dict[str, Any]) -> Proposer:
+    """The proposer that the fields of a SpeculativeConfig name."""
+    config = config_of(fields)
+    return PromptLookup(config) if config.model is None else DraftModel(config)
 
 
 class DraftModel(Proposer):
@@ -41,18 +53,25 @@ class DraftModel(Proposer):
     ) -> ModelRunner:
         """The draft model, with a cache of one block: ModelRunner.start makes the real one. Raises
         ValueError for what a draft model does not go with."""
-        alone = "with a draft model"
-        config.require("tensor_parallel_size", config.tensor_parallel_size == 1, f"1 {alone}")
+        num_ranks = config.tensor_parallel_size
+        config.require("tensor_parallel_size", num_ranks == 1, "1 with a draft model")
         is_paged = config.attention_backend != "vattention"
-        config.require("attention_backend", is_paged, f"another one {alone}")
+        config.require("attention_backend", is_paged, "another one with a draft model")
         own_path = find_model(str(self.config.model))
         own = load_config(own_path)
-        self.config.require("model", not has_states(own), "a model whose layers have no states")
+        require = self.config.require
+        require("model", not has_states(own), "a model whose layers have no states")
         size = hf_config.vocab_size
         allowed = f"a model with the vocabulary of {path}, {size} tokens, not {own.vocab_size}"
-        self.config.require("model", own.vocab_size == size, allowed)
-        options = {"model": str(own_path), "num_blocks": 1, "preemption_mode": "recompute"}
-        config = replace(config, **options, enforce_eager=True, speculative_config=None)
+        require("model", own.vocab_size == size, allowed)
+        config = replace(
+            config,
+            model=str(own_path),
+            num_blocks=1,
+            preemption_mode="recompute",
+            enforce_eager=True,
+            speculative_config=None,
+        )
         # behind a draft that was right as a whole, two tokens are missing
         limits = replace(limits, num_drafts=1)
         self.runner = ModelRunner(config, limits, own, own_path, device)
@@ -94,6 +113,8 @@ class DraftModel(Proposer):
                 for longer in texts[without_draft(row)][place + 1 :]:
                     longer.token_ids[len(row)] = token_id
             place += 1
-            rows = [rows[place] for rows in texts.values() if len(rows) > place + 1]
-            step = Schedule(items=[Item(row, len(row) - 1, 1) for row in rows])
-            step.sampled = {row: row for row in rows}
+            step = Schedule()
+            for rows in texts.values():
+                if len(rows) > place + 1:
+                    row = rows[place]
+                    step.add(Item(row, len(row) - 1, 1))
