@@ -127,8 +127,8 @@ class Config(Options):
 
     speculative_config: dict | None = None
     """Speculative decoding: propose draft tokens, and check several in one step (chapter 22). The
-    fields of SpeculativeConfig,
-    such as {"method": "ngram", "num_speculative_tokens": 4}."""
+    fields of SpeculativeConfig, such as {"method": "ngram", "num_speculative_tokens": 4}, or
+    {"model": "DIRECTORY"} for a draft model."""
 
     scheduler_cls: type | None = None
     """A subclass of nanovllm.scheduler.Scheduler. Default of `nanovllm serve`: FairShares, turns

@@ -67,9 +67,9 @@ class LLM:
         self.config = config = Config(**kwargs) if model is None else Config(model=model, **kwargs)
         proposer = None
         if config.speculative_config is not None:
-            from nanovllm.topics.decoding.drafts import Proposer, config_of  # chapter 22
+            from nanovllm.topics.drafting.draft_model import new_proposer  # chapter 22
 
-            proposer = Proposer(config_of(config.speculative_config))
+            proposer = new_proposer(config.speculative_config)
         num_drafts = proposer.config.num_speculative_tokens if proposer else 0
 
         # the model, and what computes it
@@ -87,12 +87,13 @@ class LLM:
             limits, manager_cls = with_slots(config, limits, hf_config, path, device)
         self.limits = limits
         arguments = (config, limits, hf_config, path, device)
+        draft = proposer.load(*arguments) if proposer else None
         if runner is None and config.tensor_parallel_size > 1:
             # some builds of PyTorch lack torch.distributed
             from nanovllm.topics.parallel.runner import new_runner  # chapter 18
 
             runner = new_runner(*arguments)
-        self.runner: Runner = runner or ModelRunner(*arguments)
+        self.runner: Runner = runner or ModelRunner(*arguments, draft)
 
         # what decides which requests run, and on which blocks
         sizes = (self.runner.num_blocks, config.block_size)

@@ -50,7 +50,16 @@ class Runner(Protocol):
 class ModelRunner:
     """Runs the model. A step is `prepare`, `forward`, `sample`: see `launch`."""
 
-    def __init__(self, config: Config, limits: Limits, hf_config, path: Path, device: torch.device):
+    def __init__(
+        self,
+        config: Config,
+        limits: Limits,
+        hf_config,
+        path: Path,
+        device: torch.device,
+        draft=None,
+    ):
+        self.draft: ModelRunner | None = draft  # of a draft model, with as many blocks (chapter 22)
         self.device = device
         self.limits = limits
         self.is_asynchronous = device.type == "cuda"
@@ -70,24 +79,30 @@ class ModelRunner:
         self.model = self.load(path, hf_config, form)
         self.weights_per_layer = sum(w.numel() for w in self.model.model.layers[0].parameters())
         self.shape = choose_shape(config, limits, self.model, self.dtype, device)
-        self.num_host_blocks = config.num_host_blocks(self.shape.block_bytes, limits)
+        self.block_bytes = self.shape.block_bytes + (draft.block_bytes if draft else 0)
+        self.num_host_blocks = config.num_host_blocks(self.block_bytes, limits)
         self.last_token_ids: Tensor | None = None  # that the last step drew, on the device
         self.recorder: Recorder | None = None
         with self.on_device(0):
             self.num_blocks = config.num_blocks or self._num_blocks_that_fit(config)
-            self.allocate(self.num_blocks, self.num_host_blocks)
-            if self.is_asynchronous or self.ops.COMPILES_AT_FIRST_USE:
-                self.warm_up()
-            if not config.enforce_eager:
-                self.recorder = self.new_recorder()
-            if self.recorder is not None:
-                for size in reversed(self.recorder.sizes):
-                    self.recorder.record(size)
+            self.start(self.num_blocks, self.num_host_blocks, config.enforce_eager)
             when = {"always", "cuda"} if self.is_asynchronous else {"always"}
             if config.check_kernels in when:
                 from nanovllm.topics.checks.kernels import check_kernels  # chapter 10
 
                 check_kernels(self)
+
+    def start(self, num_blocks: int, num_host_blocks: int, is_eager: bool) -> None:
+        """Allocates the KV cache, compiles the kernels, and records steps unless `is_eager`."""
+        self.allocate(num_blocks, num_host_blocks)
+        if self.is_asynchronous or self.ops.COMPILES_AT_FIRST_USE:
+            self.warm_up()
+        self.recorder = None if is_eager else self.new_recorder()
+        if self.recorder is not None:
+            for size in reversed(self.recorder.sizes):
+                self.recorder.record(size)
+        if self.draft is not None:
+            self.draft.start(num_blocks, num_host_blocks, is_eager)
 
     def load(self, path: Path, hf_config, *options) -> DenseModel:
         longest = self.limits.max_model_len
@@ -113,7 +128,7 @@ class ModelRunner:
             from nanovllm.device.memory import memory_left  # chapter 12
 
             available = memory_left(self, config)
-        return config.num_blocks_in(available, self.shape.block_bytes, self.limits)
+        return config.num_blocks_in(available, self.block_bytes, self.limits)
 
     def warm_up(self) -> None:
         """Compiles all kernels, so that no request waits for a compilation."""
@@ -135,6 +150,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the memory."""
+        if self.draft is not None:
+            self.draft.close()
         del self.model, self.caches, self.kv_cache, self.recorder
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

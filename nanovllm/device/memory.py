@@ -19,22 +19,28 @@ NO_TEXTS = SimpleNamespace(tokenizer=None, vocab_size=1)
 
 
 def memory_left(runner: Any, config: Config) -> int:
-    """Bytes of GPU memory for the KV cache of a ModelRunner."""
+    """Bytes of GPU memory for the KV cache of a ModelRunner. A draft model is loaded before."""
     device = runner.device
     shape = runner.shape
-    runner.allocate(1, 0)
+    runners = [runner, runner.draft] if runner.draft else [runner]
+    for one in runners:
+        one.allocate(1, 0)
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner.launch(largest_step(runner.limits, shape.block_size))
+    for one in runners:
+        one.launch(largest_step(runner.limits, shape.block_size))
     peak = torch.cuda.max_memory_reserved(device)  # reserved bytes: fragmentation counts, too
     _, total = torch.cuda.mem_get_info(device)
     # other processes, CUDA's own context
     others = total - free_memory(device) - torch.cuda.memory_reserved(device)
-    recorder = None if config.enforce_eager else runner.new_recorder()
-    graphs = graph_memory(device, recorder) if recorder is not None else 0
+    graphs = 0
+    for one in () if config.enforce_eager else runners:
+        recorder = one.new_recorder()
+        graphs += graph_memory(device, recorder) if recorder is not None else 0
     # swapping gathers a block before it goes to the host
     gathered = shape.block_bytes if config.preemption_mode == "swap" else 0
-    del runner.caches, runner.kv_cache
+    for one in runners:
+        del one.caches, one.kv_cache
     granted = int(total * config.gpu_memory_utilization)
     return granted - others - peak - graphs - gathered
 

@@ -6,23 +6,32 @@ Run: pytest tests/decoding/test_drafts.py [-k proposed]
 import random
 
 import pytest
+from checkpoints import new_model, save
 from extras import needs
 from fake_engine import check_clean, result
 from fake_engine import new_llm as new_fake_llm
 from fake_model import FakeRunner, Oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scenarios import play, scenarios, with_beams
+from scenarios import AnyPolicy, play, scenarios, with_beams
 from scheduling import new_request, new_scheduler, step
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.block_manager import BlockManager
+from nanovllm.config import EMBEDDED_MODEL
 from nanovllm.schedule import ScheduleError
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request
 from nanovllm.topics.checks.blocks import check_blocks
-from nanovllm.topics.decoding.drafts import Lookup, Proposer, SpeculativeConfig, allows_drafts
+from nanovllm.topics.decoding.drafts import (
+    Lookup,
+    PromptLookup,
+    Proposer,
+    SpeculativeConfig,
+    allows_drafts,
+)
 from nanovllm.topics.decoding.groups import share
+from nanovllm.topics.drafting.draft_model import DraftModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
@@ -78,7 +87,7 @@ def test_a_lookup_looks_at_new_tokens_only():
 
 
 def test_an_index_is_made_again_if_tokens_are_gone():
-    proposer = Proposer(SpeculativeConfig(prompt_lookup_min=1))
+    proposer = PromptLookup(SpeculativeConfig(prompt_lookup_min=1))
     seq = new_request(0, [1, 2, 3, 1]).sequences[0]
     assert proposer.propose(seq, 4) == [2, 3, 1]
     seq.token_ids[1:] = [7, 1]
@@ -88,12 +97,15 @@ def test_an_index_is_made_again_if_tokens_are_gone():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"method": "eagle"}, "method='eagle' is not allowed: it must be 'ngram'"),
+        ({"method": "eagle"}, "method='eagle' is not allowed: it must be 'ngram' or 'draft_model'"),
+        ({"method": "mtp"}, r"'draft_model' \(EAGLE and MTP heads read hidden states: chapter 22\)"),
+        ({"method": "draft_model"}, "model=None is not allowed: it must be a draft model with"),
+        ({"method": "ngram", "model": "x"}, "model='x' is not allowed: it must be a draft model with"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0 is not allowed: it must be an integer from 1 to 64"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens=True is not allowed"),
         ({"prompt_lookup_min": 5}, "prompt_lookup_min=5 is not allowed: it must be at most prompt_lookup_max=4"),
         ({"prompt_lookup_max": 1}, "prompt_lookup_min=2 is not allowed: it must be at most prompt_lookup_max=1"),
-        ({"model": "x"}, "SpeculativeConfig has no field 'model'"),
+        ({"draft": "x"}, "SpeculativeConfig has no field 'draft'"),
         ({5: 1}, "SpeculativeConfig has no field '5'"),
     ],
 )  # fmt: skip
@@ -252,6 +264,36 @@ def test_whatever_happens_every_request_gets_its_own_tokens(scenario, seed):
     play(*scenario, proposer=Oracle(random.Random(seed), 3))
 
 
+class FakeDraftModel(FakeRunner):
+    """Is right so often. Reads its cache: with `is_strict`, each token that the engine counts as computed must be there."""
+
+    def __init__(self, rng: random.Random, block_size: int, right: float, is_strict: bool):
+        super().__init__(block_size)
+        self.rng, self.right, self.is_strict = rng, right, is_strict
+
+    def check(self, seq):
+        if self.is_strict:
+            super().check(seq)
+
+    def run(self, schedule):
+        tokens, logprobs = super().run(schedule)
+        return [
+            t if self.rng.random() < self.right else self.rng.randrange(3) for t in tokens
+        ], logprobs
+
+
+@pytest.mark.parametrize("cls", [Scheduler, AnyPolicy])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios, st.sampled_from([1.0, 0.8, 0.0]), st.integers(1, 6), st.integers(0, 999))
+def test_the_cache_of_a_draft_model_follows_whatever_happens(cls, scenario, right, k, seed):
+    """With prefix caching, a block that was filled by a draft may lack its last token."""
+    proposer = DraftModel(SpeculativeConfig(model="x", num_speculative_tokens=k))
+    _, block_size, *_, is_caching, _, _ = scenario
+    proposer.runner = FakeDraftModel(random.Random(seed), block_size, right, not is_caching)
+    play(*scenario, cls=cls, proposer=proposer)
+    assert proposer.runner is not None  # it has not failed
+
+
 # --- the same tokens, on a real model ---
 
 PROMPTS = [
@@ -297,6 +339,13 @@ def new_llm(**options) -> LLM:
 
 
 @pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """A draft model with random weights, of another family."""
+    model = new_model("llama", vocab_size=LLM(num_blocks=1).inputs.vocab_size)
+    return save(model, tmp_path_factory.mktemp("noise"))
+
+
+@pytest.fixture(scope="module")
 def expected():
     needs("llguidance")
     return answers(new_llm())
@@ -327,6 +376,85 @@ def test_the_same_tokens_whatever_is_proposed(expected, options, right):
     if llm.block_manager.num_free_blocks == 90 and right in (None, 0.0):
         assert llm.scheduler.num_preemptions > 0
     check_blocks(llm.block_manager, [])
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 40},
+        {
+            "preemption_mode": "swap",
+            "swap_gib": 0.01,
+            "scheduler_cls": type("Mine", (Scheduler,), {}),
+        },
+    ],
+    ids=["chunks", "swap"],
+)
+@pytest.mark.slow(but_every=2)
+def test_the_model_is_its_own_best_draft(expected, options, backend):
+    """Whatever happens to the blocks, it rejects only what lies behind an end."""
+    fields = {"model": EMBEDDED_MODEL, "num_speculative_tokens": 3}
+    options = options | {"attention_backend": backend, "num_blocks": 60, "max_num_seqs": 16}
+    llm = new_llm(speculative_config=fields, **options)
+    outputs = [*answers(llm), *answers(llm)]
+    assert told(outputs) == told(expected) * 2
+    stats = llm.stats()
+    num_stopped = sum(one.finish_reason == "stop" for out in outputs for one in out.outputs)
+    assert stats["draft_tokens"] - stats["accepted_draft_tokens"] <= 3 * num_stopped
+    assert stats["preemptions"] > 0 and stats["prefix_cache_hit_tokens"] > 0
+    check_blocks(llm.block_manager, [])
+
+
+def test_a_poor_draft_model_that_fails_changes_no_token(expected, noise, caplog):
+    llm = new_llm(speculative_config={"model": noise})
+    launch, left = llm.runner.draft.launch, iter(range(50))
+
+    def fails_at_last(schedule):
+        assert next(left, None) is not None, "broken"
+        return launch(schedule)
+
+    llm.runner.draft.launch = fails_at_last
+    assert told(answers(llm)) == told(expected)
+    stats = llm.stats()
+    assert stats["accepted_draft_tokens"] < stats["draft_tokens"] / 10
+    assert caplog.text.count("the draft model has failed: no more draft tokens") == 1
+    assert (
+        llm.generate([[5] * 9], GREEDY, use_tqdm=False) and llm.stats()["drafts"] == stats["drafts"]
+    )
+    check_blocks(llm.block_manager, [])
+
+
+def test_the_cache_of_a_draft_model_is_counted(noise):
+    options = dict(num_blocks=None, kv_cache_gib=2**-8, swap_gib=2**-9, preemption_mode="swap")
+    llm = new_llm(speculative_config={"model": noise}, **options)
+    runner, draft = llm.runner, llm.runner.draft
+    tensors = [one.kv_cache.tensor for one in (runner, draft)]
+    assert {tensor.shape[2] for tensor in tensors} == {runner.num_blocks}
+    block_bytes = sum(tensor.nbytes for tensor in tensors) // runner.num_blocks
+    assert runner.num_blocks == 2**22 // block_bytes
+    hosts = [len(one.caches.on_host.blocks) for one in (runner, draft)]
+    assert hosts == [2**21 // block_bytes] * 2
+    llm.close()
+    assert not hasattr(draft, "caches") and not hasattr(draft, "model")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not allowed: it must be 1 with a draft model"),
+        ({"attention_backend": "vattention"}, "attention_backend='vattention' is not allowed: it must be another one"),
+        ({"model": "small"}, r"with the vocabulary of .*tiny_qwen3, 1536 tokens, not 160"),
+        ({"model": "hybrid"}, "it must be a model whose layers have no states"),
+        ({"model": "/nowhere"}, "model='/nowhere'"),
+    ],
+)  # fmt: skip
+def test_what_a_draft_model_does_not_go_with(tmp_path, options, message):
+    draft = options.pop("model", EMBEDDED_MODEL)
+    if draft in ("small", "hybrid"):
+        draft = save(new_model("qwen3" if draft == "small" else "qwen3_5_text"), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        new_llm(speculative_config={"model": draft}, **options)
 
 
 def test_a_sample_that_is_the_beginning_of_another_keeps_its_last_token():

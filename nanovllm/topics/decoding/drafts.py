@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from nanovllm.block_manager import BlockManager
+from nanovllm.block_manager import BlockManager, Moves
+from nanovllm.config import Config
 from nanovllm.options import Options, Rule, integer
 from nanovllm.schedule import Item, Schedule
 from nanovllm.sequence import NewTokens, Request, Sequence
@@ -28,9 +29,14 @@ FEW = integer(1, 16, "an integer from 1 to 16")
 class SpeculativeConfig(Options):
     """How draft tokens are proposed. The names are those of vLLM."""
 
-    method: str = "ngram"
+    method: str | None = None
     """With "ngram", what followed the last tokens when they came for the first time (prompt lookup:
-    Saxena, 2023)."""
+    Saxena, 2023). With "draft_model", what a small model samples. Default: "draft_model" if there
+    is a `model`."""
+
+    model: str | None = None
+    """The draft model: a directory or a hub id, with the vocabulary of the engine's model. Dtype,
+    quantization and backend are chosen for it as for that one."""
 
     num_speculative_tokens: int = 4
     """Maximum draft tokens for a sequence in a step."""
@@ -42,7 +48,11 @@ class SpeculativeConfig(Options):
     """The fewest last tokens to look for."""
 
     RULES: ClassVar[dict[str, Rule]] = {
-        "method": Rule(lambda value: value == "ngram", "'ngram'"),
+        "method": Rule(
+            lambda value: value in ("ngram", "draft_model"),
+            "'ngram' or 'draft_model' (EAGLE and MTP heads read hidden states: chapter 22)",
+        ),
+        "model": Config.RULES["model"],
         "num_speculative_tokens": integer(1, 64, "an integer from 1 to 64"),
         "prompt_lookup_max": FEW,
         "prompt_lookup_min": FEW,
@@ -50,6 +60,11 @@ class SpeculativeConfig(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.method is None:
+            self.method = "ngram" if self.model is None else "draft_model"
+        has_model = self.model is not None
+        allowed = "a draft model with method='draft_model', and only then"
+        self.require("model", has_model == (self.method == "draft_model"), allowed)
         most = self.prompt_lookup_max
         allowed = f"at most prompt_lookup_max={most}"
         self.require("prompt_lookup_min", self.prompt_lookup_min <= most, allowed)
@@ -98,11 +113,11 @@ def without_draft(row: Sequence) -> Sequence:
 
 
 class Proposer:
-    """Adds draft tokens to steps that have been planned, and accepts those that were right."""
+    """Adds draft tokens to steps that have been planned, and accepts those that were right.
+    Subclasses propose the tokens."""
 
     def __init__(self, config: SpeculativeConfig):
         self.config = config
-        self.lookups: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
         self.num_drafts = 0  # how often a sequence had draft tokens
         self.num_draft_tokens = 0
         self.num_accepted = Counter[int]()  # by place: 1 is a sequence's first draft token
@@ -118,10 +133,14 @@ class Proposer:
 
     def propose(self, seq: Sequence, most: int) -> Tokens[int]:
         """Up to `most` tokens that may follow."""
-        lookup = self.lookups.get(seq)
-        if lookup is None or lookup.num_tokens >= len(seq):  # it has lost tokens, in a fault
-            lookup = self.lookups[seq] = Lookup(self.config)
-        return lookup.propose(seq.token_ids, most)
+        return []
+
+    def load(self, *arguments: Any) -> Any:
+        """The ModelRunner of a draft model; None without one. Takes what ModelRunner takes."""
+        return None
+
+    def fill_in(self, schedule: Schedule, moves: Moves) -> None:
+        """Called when all drafts have their blocks. May still replace their tokens."""
 
     def add_drafts(
         self,
@@ -137,7 +156,7 @@ class Proposer:
         A sequence that samples gets drafts, also behind the last token of its prompt. Its item
         becomes that of its longest draft, and `schedule.sampled` has the sequence and each draft,
         all with the longest one. No draft reaches max_len. Blocks that sequences before their fork
-        will need are left alone.
+        will need are left alone. At the end, `fill_in` is called.
         """
         waiting = [request for request in running if not request.has_forked]
         promised = sum(map(manager.num_blocks_at_fork, waiting))
@@ -156,6 +175,7 @@ class Proposer:
                 schedule.items[i] = Item(rows[-1], start, num_tokens + len(rows))
                 schedule.sampled |= dict.fromkeys([seq, *rows], rows[-1])
                 schedule.tokens_left -= len(rows)
+        self.fill_in(schedule, manager.moves)
 
     def rows(self, seq: Sequence, most: int) -> list[Draft]:
         """The sequence with one draft token, with two, and so on."""
@@ -198,6 +218,20 @@ class Proposer:
                 row.block_table = row.seq.block_table[end:]
                 del row.seq.block_table[end:]
                 manager.free(row)
+
+
+class PromptLookup(Proposer):
+    """Proposes what followed the last tokens before."""
+
+    def __init__(self, config: SpeculativeConfig):
+        super().__init__(config)
+        self.lookups: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
+
+    def propose(self, seq: Sequence, most: int) -> Tokens[int]:
+        lookup = self.lookups.get(seq)
+        if lookup is None or lookup.num_tokens >= len(seq):  # it has lost tokens, in a fault
+            lookup = self.lookups[seq] = Lookup(self.config)
+        return lookup.propose(seq.token_ids, most)
 
 
 def config_of(fields: dict[str, Any]) -> SpeculativeConfig:

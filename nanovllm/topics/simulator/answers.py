@@ -34,6 +34,8 @@ class JobProposer(Proposer):
 
     def __init__(self, fields: dict[str, Any], served: dict[str, Served]):
         super().__init__(config_of(fields))
+        has_no_cost = self.config.method == "ngram"
+        self.config.require("method", has_no_cost, "'ngram': a simulation has no draft model")
         self.served = served
 
     def propose(self, seq: Sequence, most: int) -> Tokens[int]:

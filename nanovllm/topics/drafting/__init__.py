@@ -1,0 +1,4 @@
+"""Drafting: a small model proposes draft tokens.
+
+Chapters: 22_speculative.
+"""
