@@ -92,6 +92,12 @@ class Config(Options):
     swap_gib: float = 4.0
     """Host memory for `preemption_mode="swap"`, in GiB."""
 
+    swap_prefixes: bool = False
+    """Whether a block that leaves the prefix cache is copied to what `preemption_mode="swap"` leaves
+    free of `swap_gib`, least recently used first, and copied back when a request has this prefix.
+    Needs `preemption_mode="swap"`. Off by default: the device waits for these copies, also for those
+    of prefixes that never come again (chapter 04 says when they pay)."""
+
     attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = "auto"
     """What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, and
     PyTorch where these are missing. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; numba
@@ -174,12 +180,16 @@ class Config(Options):
     elsewhere: ClassVar[dict[str, str]] = {
         "enable_chunked_prefill": "it always does; max_num_batched_tokens is the limit of a chunk",
         "swap_space": "did you mean 'swap_gib', with preemption_mode='swap'?",
+        "kv_offloading_size": "did you mean 'swap_gib', with swap_prefixes=True?",
     }
 
     def __post_init__(self):
         super().__post_init__()
         is_allowed = self.attention_backend != "vattention" or self.kv_cache_dtype == "auto"
         self.require("kv_cache_dtype", is_allowed, "'auto' with attention_backend='vattention'")
+        has_both = self.preemption_mode == "swap" and self.enable_prefix_caching
+        allowed = "False without preemption_mode='swap' and enable_prefix_caching=True"
+        self.require("swap_prefixes", has_both or not self.swap_prefixes, allowed)
         self.model = str(self.model)
         self.device = str(self.device)
 
@@ -207,10 +217,12 @@ class Config(Options):
         return min(available // block_bytes, limits.num_useful_blocks(self.block_size))
 
     def num_host_blocks(self, block_bytes: int, limits: Limits) -> int:
-        """How many KV blocks of `block_bytes` the host keeps for requests that are swapped out.
-        Raises ValueError if there is no room for any."""
+        """How many KV blocks of `block_bytes` the host keeps: without `swap_prefixes`, no more than
+        requests can fill. Raises ValueError if there is no room for any."""
         if self.preemption_mode != "swap":
             return 0
         num_blocks = int(self.swap_gib * 2**30) // block_bytes
         self.require("swap_gib", num_blocks, f"room for a KV block of {block_bytes:,} bytes")
+        if self.swap_prefixes:
+            return num_blocks
         return min(num_blocks, limits.num_useful_blocks(self.block_size))
