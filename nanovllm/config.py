@@ -93,10 +93,10 @@ class Config(Options):
     """Host memory for `preemption_mode="swap"`, in GiB."""
 
     swap_prefixes: bool = False
-    """Whether a block that leaves the prefix cache is copied to what `preemption_mode="swap"` leaves
-    free of `swap_gib`, least recently used first, and copied back when a request has this prefix.
-    Needs `preemption_mode="swap"`. Off by default: the device waits for these copies, also for those
-    of prefixes that never come again (chapter 04 says when they pay)."""
+    """Whether blocks that leave the prefix cache go to host memory, and come back when a request has
+    their prefix: in vLLM, `kv_offloading_size`. They fill what preempted requests leave of
+    `swap_gib`, so this needs `preemption_mode="swap"`. Off by default: a step waits for its copies,
+    also for those of prefixes that no request has again (chapter 04)."""
 
     attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = "auto"
     """What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, and
@@ -180,16 +180,14 @@ class Config(Options):
     elsewhere: ClassVar[dict[str, str]] = {
         "enable_chunked_prefill": "it always does; max_num_batched_tokens is the limit of a chunk",
         "swap_space": "did you mean 'swap_gib', with preemption_mode='swap'?",
-        "kv_offloading_size": "did you mean 'swap_gib', with swap_prefixes=True?",
     }
 
     def __post_init__(self):
         super().__post_init__()
         is_allowed = self.attention_backend != "vattention" or self.kv_cache_dtype == "auto"
         self.require("kv_cache_dtype", is_allowed, "'auto' with attention_backend='vattention'")
-        has_both = self.preemption_mode == "swap" and self.enable_prefix_caching
-        allowed = "False without preemption_mode='swap' and enable_prefix_caching=True"
-        self.require("swap_prefixes", has_both or not self.swap_prefixes, allowed)
+        is_allowed = self.preemption_mode == "swap" or not self.swap_prefixes
+        self.require("swap_prefixes", is_allowed, "False without preemption_mode='swap'")
         self.model = str(self.model)
         self.device = str(self.device)
 
@@ -223,6 +221,5 @@ class Config(Options):
             return 0
         num_blocks = int(self.swap_gib * 2**30) // block_bytes
         self.require("swap_gib", num_blocks, f"room for a KV block of {block_bytes:,} bytes")
-        if self.swap_prefixes:
-            return num_blocks
-        return min(num_blocks, limits.num_useful_blocks(self.block_size))
+        useful = num_blocks if self.swap_prefixes else limits.num_useful_blocks(self.block_size)
+        return min(num_blocks, useful)

@@ -19,10 +19,11 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     check_tier("block", manager, [seq.block_table for seq in sequences])
     if manager.host is not None:
         to_read = [*manager.moves.swaps_in]  # by the next step
-        check_tier("host block", manager.host, [to_read, *[seq.host_table for seq in sequences]])
-        for key in manager.cached_blocks.keys() & manager.host.cached_blocks.keys():
-            block, twin = manager.cached_blocks[key], manager.host.cached_blocks[key]
-            assert block.prefix_id == twin.prefix_id, f"{block} is another prefix on the host"
+        tables = [seq.host_table for seq in sequences]
+        check_tier("host block", manager.host, [to_read, *tables])
+        for key, block in manager.host.cached_blocks.items():
+            twin = manager.cached_blocks.get(key, block)
+            assert twin.prefix_id == block.prefix_id, f"{twin} is another prefix on the host"
     states: Any = manager  # see topics/hybrid/states.py
     if hasattr(states, "slot_owners"):
         slots = [[seq.state_slot] for seq in sequences if seq.block_table]

@@ -57,26 +57,32 @@ def bring_back(manager: BlockManager, seq: Sequence) -> int:
     Call `can_admit` and `take_prefix` first. The contents are copied before the planned step, and
     the blocks are cached at once: other sequences of the step share them.
     """
-    num_copied = 0
+    host = host_of(manager)
+    found: list[tuple[BlockManager, Block]] = []
+    twins: list[int] = []  # host blocks
     size = manager.block_size
+    prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.root_prefix_id
     end = 0 if seq.request.lacks_prompt_logprobs else len(seq.token_ids) - size
     for begin in range(len(seq.block_table) * size, end, size):
-        prefix_id = seq.prefix_ids[-1] if seq.prefix_ids else seq.request.root_prefix_id
         key = (prefix_id, tuple(seq.token_ids[begin : begin + size]))
-        block = manager.cached_blocks.get(key)
-        twin = host_of(manager).cached_blocks.get(key)
-        if block is not None:
-            manager.share_block(block)
-        elif twin is not None and manager.free_blocks:
+        tier = manager if key in manager.cached_blocks else host
+        block = tier.cached_blocks.get(key)
+        if block is None or len(twins) >= manager.num_free_blocks:
+            break
+        tier.share_block(block)  # now: the blocks before this one may push others out
+        found.append((tier, block))
+        twins += [block.id] if tier is host else []
+        prefix_id = block.prefix_id
+    for tier, block in found:
+        if tier is host:
+            twin = block
             block = copy_in(manager, twin)
             label(manager, block, twin)
-            num_copied += 1
-        else:
-            break
         seq.block_table.append(block.id)
         seq.prefix_ids.append(block.prefix_id)
-        seq.num_computed_tokens += size
-    return num_copied
+    seq.num_computed_tokens += len(found) * size
+    host.release_blocks(twins)
+    return len(twins)
 
 
 # --- both ---

@@ -10,6 +10,7 @@ host, too: if the device evicts it again, nothing is copied.
 from typing import Any
 
 from nanovllm.block_manager import Block, BlockManager
+from nanovllm.options import refusal
 from nanovllm.topics.swapping.blocks import copy_out, host_of
 
 
@@ -18,7 +19,9 @@ class TwoTiers(BlockManager):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        host_of(self).enable_prefix_caching = True
+        if self.host is None:  # of a user's class, which passes no number on
+            raise refusal("swap_prefixes", True, f"{type(self).__name__} has no host blocks")
+        self.host.enable_prefix_caching = True
 
     def take_block(self) -> Block:
         """Before the step overwrites the block, its content goes to the host if it was cached."""
@@ -45,7 +48,7 @@ class TwoTiers(BlockManager):
         host_of(self).forget_prefixes()
 
 
-def two_tiers(manager_cls: type) -> type:
+def two_tiers(manager_cls: Any) -> type[BlockManager]:
     """The class with two tiers; with a user's class, a subclass of both. The user's methods come
     first."""
     if manager_cls is BlockManager:
