@@ -30,10 +30,10 @@ class TwoTiers(BlockManager):
         return super().take_block()
 
     def _keep(self, block: Block) -> None:
-        """Copies a cached block to the host, unless the host has it. If preempted requests fill the
-        host, it is lost."""
+        """Copies a cached block to the host, unless the host has it, or preempted requests fill the
+        host."""
         host = host_of(self)
-        if block.key and (host.free_blocks or block.key in host.cached_blocks):
+        if block.key and host.free_blocks:
             twin = copy_out(self, block)
             host.release_blocks([twin.id])
 
