@@ -105,6 +105,7 @@ def test_a_host_block_is_not_refilled_before_it_is_read():
         memory.check(seq)
         manager.free(seq)
     assert on_host(manager) == [(3, 4), (1, 2)] and not moves.swaps_out
+    check_blocks(manager, [])
 
 
 def test_preempted_requests_push_prefixes_out_and_not_the_other_way_round():
@@ -158,6 +159,7 @@ def test_a_users_block_manager_gets_two_tiers():
     stats = llm.stats()
     assert found == [0, 0, 28] and stats["host_cache_hit_tokens"] == 28
     assert stats["prefix_cache_hit_tokens"] == 28
+    check_blocks(llm.block_manager, [])
     assert llm.block_manager.num_evicted > 10 and type(llm.block_manager).__name__ == "Noting"
     llm.recovery._start_over()  # as after a fault: nothing is left in either tier
     assert type(llm.block_manager).__name__ == "Noting" and not llm.block_manager.host.cached_blocks
