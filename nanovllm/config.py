@@ -93,8 +93,8 @@ class Config(Options):
     """Host memory for `preemption_mode="swap"`, in GiB."""
 
     swap_prefixes: bool = False
-    """Whether blocks that leave the prefix cache go to host memory, and come back when a request has
-    their prefix: in vLLM, `kv_offloading_size`. They fill what preempted requests leave of
+    """Whether blocks that leave the prefix cache go to host memory, and come back when a request
+    has their prefix: in vLLM, `kv_offloading_size`. They fill what preempted requests leave of
     `swap_gib`, so this needs `preemption_mode="swap"`. Off by default: a step waits for its copies,
     also for those of prefixes that no request has again (chapter 04)."""
 

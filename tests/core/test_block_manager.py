@@ -390,16 +390,6 @@ class RandomUse(RuleBasedStateMachine):
             seq.num_computed_tokens += num_tokens
         self.sequences += [seq for seq, _, _ in plan]
 
-    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
-    def add(self, token_ids):
-        seq = new_sequence(token_ids)
-        self.manager.take_prefix(seq)
-        bring_back(self.manager, seq)
-        self.move()
-        assert seq.num_computed_tokens < len(seq)
-        self.memory.check(seq)  # what was found is what would have been computed
-        self.sequences.append(seq)
-
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), at_most=st.integers(1, 6))
     def compute(self, data, at_most):

@@ -9,7 +9,7 @@ import random
 import pytest
 from fake_engine import new_llm as new_fake_llm
 from fake_model import FakeRunner
-from scheduling import drain, new_request, new_scheduler, new_sequence
+from scheduling import new_sequence
 
 from nanovllm import LLM, BeamSearchParams, Job, SamplingParams, simulate
 from nanovllm.block_manager import BlockManager
@@ -65,23 +65,6 @@ def test_an_evicted_prefix_keeps_its_identity():
     longer = admit(manager, [1, 2, 3, 4, 5, 6, 7], num_from_host=2)
     assert longer.prefix_ids == prefix_ids and longer.block_table[0] == again.block_table[0]
     check_blocks(manager, [again, longer])
-
-
-def test_blocks_of_both_tiers_take_turns_in_a_prefix():
-    manager = new_manager(num_blocks=5, num_host_blocks=8)
-    chain = admit(manager, [1, 2, 3, 4, 5, 6])
-    first, second, third = chain.block_table
-    other = new_sequence([1, 2, 3, 4, 9])
-    manager.fork(chain, other, 4)
-    other.block_table, kept = other.block_table[1:], other.block_table[:1]  # holds the second only
-    other.prefix_ids, other.num_computed_tokens = [], 0
-    manager.release_blocks(kept)
-    manager.free(chain)
-    pass_through(manager, [0] * 8)
-    assert on_host(manager) == [(5, 6), (1, 2)]
-    longer = admit(manager, [1, 2, 3, 4, 5, 6, 7], num_from_host=2)
-    assert longer.block_table[1] == second and longer.num_computed_tokens == 6
-    check_blocks(manager, [other, longer])
 
 
 def test_what_the_host_has_is_not_copied_again():
@@ -232,16 +215,3 @@ def test_the_same_tokens_with_and_without(backend, overlap):
         stats = llm.stats()
         assert stats["host_cache_hit_tokens"] > 0 < stats["preemptions"]
         check_blocks(llm.block_manager, [])
-
-
-def test_a_request_that_is_computed_again_finds_its_own_blocks_on_the_host():
-    """should_swap says no: its full blocks are evicted, and come back as a prefix."""
-    scheduler = new_scheduler(num_blocks=8, tokens=64, manager_cls=TwoTiers, num_host_blocks=20)
-    scheduler.should_swap = lambda request: False
-    runner = FakeRunner(4, vocab_size=50)
-    requests = [new_request(i, [i + 1] * 10, max_tokens=20) for i in range(2)]
-    for request in requests:
-        scheduler.add(request)
-    computed, _ = drain(scheduler, runner)
-    assert scheduler.num_preemptions > 0
-    assert computed <= 2 * (10 + 20 - 1) + 4 * scheduler.num_preemptions
