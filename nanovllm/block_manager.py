@@ -1,7 +1,7 @@
 """BlockManager: the page table of the KV cache (paper, sections 4.2 to 4.4). Imports no torch."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Reversible
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -63,8 +63,9 @@ class BlockManager:
         self.prefix_ids = count(EMPTY_PREFIX + 1)
         self.unwritten: set[int] = set()  # cached blocks that the step being planned computes
         self.moves = Moves()  # that the next step has to make
-        self.free_host_blocks = list(range(num_host_blocks))
-        self.host_ref_counts = [0] * num_host_blocks
+        self.host: BlockManager | None = None  # of the blocks in host memory (chapter 04)
+        if num_host_blocks:
+            self.host = BlockManager(num_host_blocks, block_size, enable_prefix_caching=False)
 
     @property
     def num_free_blocks(self) -> int:
@@ -153,9 +154,7 @@ class BlockManager:
         is_full = seq.num_computed_tokens == num_held * self.block_size
         assert is_full, f"{seq} has blocks: is its request queued twice?"
         for block in self.find_prefix(seq)[num_held:]:
-            if block.ref_count == 0:
-                del self.free_blocks[block.id]
-            block.ref_count += 1
+            self.share_block(block)
             seq.block_table.append(block.id)
             seq.prefix_ids.append(block.prefix_id)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
@@ -192,23 +191,16 @@ class BlockManager:
             if block is None:  # else another one computed the same prefix: its block stays cached
                 block = self.blocks[seq.block_table[i]]
                 block.key = key
-                block.prefix_id = next(self.prefix_ids)
+                block.prefix_id = self.new_prefix_id(key)
                 self.cached_blocks[key] = block
                 if end > seq.num_computed_tokens:
                     self.unwritten.add(block.id)
             seq.prefix_ids.append(block.prefix_id)
 
     def free(self, seq: Sequence) -> None:
-        """Frees the blocks of `seq`, last one first, so that tails are reused before the prefixes
-        they follow. A block that cannot be found is reused before all cached ones. The sequence has
-        computed nothing then, and has new, empty lists."""
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_blocks[block_id] = None
-                if block.key is None:  # it cannot be found: reuse it before any cached block
-                    self.free_blocks.move_to_end(block_id, last=False)
+        """Frees the blocks of `seq`, see `release_blocks`. The sequence has computed nothing then,
+        and has new, empty lists."""
+        self.release_blocks(seq.block_table)
         seq.block_table = []
         seq.prefix_ids = []
         seq.num_computed_tokens = 0
@@ -220,8 +212,11 @@ class BlockManager:
                 self._evict(block)
 
     def take_moves(self) -> Moves:
-        """All moves since the last call, for the step that is being planned."""
+        """All moves since the last call, for the step that is being planned. Until now, no other
+        block could take the place of a host block that this step reads."""
         moves, self.moves = self.moves, Moves()
+        if self.host is not None:
+            self.host.release_blocks(moves.swaps_in)
         return moves
 
     # --- inside ---
@@ -236,6 +231,27 @@ class BlockManager:
             self._evict(block)
         block.ref_count = 1
         return block
+
+    def share_block(self, block: Block) -> None:
+        """Gives a block one more owner."""
+        if block.ref_count == 0:
+            del self.free_blocks[block.id]
+        block.ref_count += 1
+
+    def release_blocks(self, block_ids: Reversible[int]) -> None:
+        """Takes an owner from each block, the last one first, so that tails are reused before the
+        prefixes they follow. A block that cannot be found is reused before all cached ones."""
+        for block_id in reversed(block_ids):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block_id] = None
+                if block.key is None:  # it cannot be found: reuse it before any cached block
+                    self.free_blocks.move_to_end(block_id, last=False)
+
+    def new_prefix_id(self, key: tuple[int | str, tuple[int, ...]]) -> int:
+        """The identity of a prefix that enters the cache."""
+        return next(self.prefix_ids)
 
     def _evict(self, block: Block) -> None:
         """Removes a cached block from the prefix cache. Its identity is forgotten."""

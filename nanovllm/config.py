@@ -92,6 +92,12 @@ class Config(Options):
     swap_gib: float = 4.0
     """Host memory for `preemption_mode="swap"`, in GiB."""
 
+    swap_prefixes: bool = False
+    """Whether blocks that leave the prefix cache go to host memory, and come back when a request
+    has their prefix: in vLLM, `kv_offloading_size`. They fill what preempted requests leave of
+    `swap_gib`, so this needs `preemption_mode="swap"`. Off by default: a step waits for its copies,
+    also for those of prefixes that no request has again (chapter 04)."""
+
     attention_backend: Literal["auto", "torch", "numba", "triton", "vattention"] = "auto"
     """What computes attention and the small layers. "auto" uses Triton on CUDA, numba on a CPU, and
     PyTorch where these are missing. Triton needs CUDA, or TRITON_INTERPRET=1 on any device; numba
@@ -180,6 +186,8 @@ class Config(Options):
         super().__post_init__()
         is_allowed = self.attention_backend != "vattention" or self.kv_cache_dtype == "auto"
         self.require("kv_cache_dtype", is_allowed, "'auto' with attention_backend='vattention'")
+        is_allowed = self.preemption_mode == "swap" or not self.swap_prefixes
+        self.require("swap_prefixes", is_allowed, "False without preemption_mode='swap'")
         self.model = str(self.model)
         self.device = str(self.device)
 
@@ -207,10 +215,11 @@ class Config(Options):
         return min(available // block_bytes, limits.num_useful_blocks(self.block_size))
 
     def num_host_blocks(self, block_bytes: int, limits: Limits) -> int:
-        """How many KV blocks of `block_bytes` the host keeps for requests that are swapped out.
-        Raises ValueError if there is no room for any."""
+        """How many KV blocks of `block_bytes` the host keeps: without `swap_prefixes`, no more than
+        requests can fill. Raises ValueError if there is no room for any."""
         if self.preemption_mode != "swap":
             return 0
         num_blocks = int(self.swap_gib * 2**30) // block_bytes
         self.require("swap_gib", num_blocks, f"room for a KV block of {block_bytes:,} bytes")
-        return min(num_blocks, limits.num_useful_blocks(self.block_size))
+        useful = num_blocks if self.swap_prefixes else limits.num_useful_blocks(self.block_size)
+        return min(num_blocks, useful)

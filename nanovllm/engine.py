@@ -81,6 +81,10 @@ class LLM:
         longest = longest_context(hf_config)
         limits = config.resolved(longest, TOKENS_PER_STEP[device.type], num_drafts)
         manager_cls: Callable = config.block_manager_cls or BlockManager
+        if config.swap_prefixes:
+            from nanovllm.topics.swapping.tiers import two_tiers  # chapter 04
+
+            manager_cls = two_tiers(manager_cls)
         if has_states(hf_config):
             from nanovllm.topics.hybrid.states import with_slots  # chapter 23
 

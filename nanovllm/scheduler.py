@@ -49,7 +49,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swapped_blocks = 0  # swapped out to the host
         self.num_prompt_tokens = 0  # of all requests, counted when first admitted ...
-        self.num_cached_tokens = 0  # ... and how many of them were in the prefix cache
+        self.num_cached_tokens = 0  # ... and how many of them were in the prefix cache ...
+        self.num_host_cached_tokens = 0  # ... only on the host
 
     # --- policy ---
 
@@ -214,7 +215,8 @@ class Scheduler:
         computed in chunks: otherwise the request would soon be preempted in the middle of its
         prompt. Tokens that are cached or on the host are not computed again.
 
-        In this order: the first unfinished sequence takes its prefix, then what the host has; for
+        In this order: the first unfinished sequence takes its prefix, then what the host has (of
+        prefixes that were evicted, then of its own blocks); for
         several unfinished ones, `groups.share` finds the tokens that they have in common; at the
         first admission, hits and prompt tokens are counted; host blocks are freed; blocks are
         allocated. A single unfinished sequence has its own blocks, so `has_forked` is True; for
@@ -227,9 +229,11 @@ class Scheduler:
         manager = self.block_manager
         first, *others = request.unfinished
         manager.take_prefix(first)
-        if first.host_table:
-            from nanovllm.topics.swapping.blocks import swap_in  # chapter 04
+        num_on_host = 0
+        if manager.host is not None:
+            from nanovllm.topics.swapping.blocks import bring_back, swap_in  # chapter 04
 
+            num_on_host = bring_back(manager, first)
             swap_in(manager, first)
         request.has_forked = not others
         if others:
@@ -239,6 +243,7 @@ class Scheduler:
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
+            self.num_host_cached_tokens += num_on_host * manager.block_size
             self.num_prompt_tokens += len(request.prompt_token_ids)
         if first.host_table:  # then the others may have some, too
             for seq in request.unfinished:
@@ -281,7 +286,7 @@ class Scheduler:
         check_choice."""
         check_choice(self, "preempt", request, self.running)
         self.running.remove(request)
-        if self.block_manager.host_ref_counts and self.should_swap(request):
+        if self.block_manager.host is not None and self.should_swap(request):
             from nanovllm.topics.swapping.blocks import swap_out  # chapter 04
 
             swap_out(self.block_manager, request.unfinished)

@@ -24,6 +24,7 @@ def stats_of(
         **{f"kv_slots_{name}": slots for name, slots in cache_usage(scheduler).items()},
         "prompt_tokens": scheduler.num_prompt_tokens,
         "prefix_cache_hit_tokens": scheduler.num_cached_tokens,
+        "host_cache_hit_tokens": scheduler.num_host_cached_tokens,
         "preemptions": scheduler.num_preemptions,
         "swapped_blocks": scheduler.num_swapped_blocks,
         **(scheduler.proposer.stats if scheduler.proposer else {}),

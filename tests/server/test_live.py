@@ -61,8 +61,9 @@ def check_blocks_of(reader: Reader, llm: LLM) -> None:
 
 def check_host_blocks_of(reader: Reader, llm: LLM) -> None:
     said = {i: one[1] for i, one in enumerate(reader.host_blocks()) if len(one) == 2}
-    counts = enumerate(llm.block_manager.host_ref_counts)
-    assert said == {i: count for i, count in counts if count}
+    host = llm.block_manager.host
+    counts = {block.id: block.ref_count for block in host.blocks if block.ref_count} if host else {}
+    assert said == counts
     for (name, index), table in reader.host_tables.items():
         assert llm.requests[name].sequences[index].host_table == table
 

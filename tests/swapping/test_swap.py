@@ -87,11 +87,7 @@ def test_the_same_tokens_with_plenty_of_memory_and_under_both_modes(path, tokens
         assert token_ids(llm.generate(prompts(12), all_params, use_tqdm=False)) == expected
         stats = llm.stats()
         assert stats["preemptions"] > 0 and (stats["swapped_blocks"] > 0) == (mode == "swap")
-        check_blocks(llm.block_manager, [])
-        assert (
-            stats["kv_blocks_used"] == 0
-            and len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
-        )
+        check_blocks(llm.block_manager, [])  # all are free
 
 
 def test_room_for_no_block_is_refused(path):

@@ -128,10 +128,12 @@ class Life:
     def __init__(self, seed: int):
         self.rng = rng = random.Random(seed)
         num_blocks = rng.choice([36, 40, 60, 400])
+        num_host_blocks = rng.choice([0, 20, 60])
         self.llm = new_llm(
             rng.choice([Fragile, ShortestFirst]),
             num_blocks,
-            rng.choice([0, 0, 60]),
+            num_host_blocks,
+            swap_prefixes=num_host_blocks > 0 and rng.random() < 0.5,
             max_num_seqs=rng.choice([4, 7, 16]),
             max_num_batched_tokens=rng.choice([16, 40, 200]),
             enable_prefix_caching=rng.random() < 0.7,
@@ -164,6 +166,7 @@ class Life:
             self.insist(lambda output=output: answer(output))
             self.check(name, output)
         self.set_fault("")
+        self.counts["from the host"] += self.llm.stats()["host_cache_hit_tokens"]
         self.counts["wasted"] += self.llm.stats()["wasted_tokens"]
         check_clean(self.llm)
         assert self.llm.overlaps or isinstance(self.llm.planner, ScheduleChecks)

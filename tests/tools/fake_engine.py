@@ -65,9 +65,7 @@ def check_clean(llm) -> None:
     assert not llm.requests and not llm.scheduler.has_unfinished()
     assert not llm.recovery.is_changing and not llm.recovery.suspects
     assert not llm.inbox.submitted and not llm.inbox.unwanted
-    assert llm.block_manager.num_used_blocks == 0
-    assert len(llm.block_manager.free_host_blocks) == llm.runner.num_host_blocks
-    check_blocks(llm.block_manager, [])
+    check_blocks(llm.block_manager, [])  # all are free
 
 
 def hooked(name: str, hook) -> type[Scheduler]:

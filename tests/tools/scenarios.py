@@ -16,6 +16,7 @@ from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Request, Sequence
 from nanovllm.topics.checks.blocks import check_blocks
 from nanovllm.topics.decoding.beam_search import BeamRequest, BeamSearch, BeamSearchParams
+from nanovllm.topics.swapping.tiers import TwoTiers
 
 VOCAB_SIZE, MAX_MODEL_LEN = 3, 22
 
@@ -78,7 +79,8 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
     assert len(schedule.items) <= scheduler.max_num_seqs
     if type(scheduler) is Scheduler:  # other policies may wait, and preempt one request for another
         assert bool(schedule.items) == scheduler.has_unfinished()
-        assert not (schedule.moves.swaps_out and schedule.moves.swaps_in)
+        is_swap = type(manager) is BlockManager  # of requests only
+        assert not (is_swap and schedule.moves.swaps_out and schedule.moves.swaps_in)
         running = [request.arrival for request in scheduler.running]
         assert running == sorted(running)
     assert all(0 < n <= seq.num_missing_tokens for seq, _, n in schedule.items)
@@ -95,9 +97,8 @@ def check_plan(scheduler: Scheduler, schedule: Schedule) -> None:
     assert all(manager.blocks[i].ref_count > 0 for i in targets)
     assert len(set(targets)) == len(targets)
     assert not sources & set(targets) and not set(schedule.moves.swaps_in.values()) & set(targets)
-    for swaps in (schedule.moves.swaps_out, schedule.moves.swaps_in):
-        assert len(set(swaps.values())) == len(swaps)
     swapped_in = schedule.moves.swaps_in.values()
+    assert len(set(swapped_in)) == len(swapped_in)
     assert all(manager.blocks[i].ref_count > 0 for i in swapped_in)  # none in vain
     assert not any(seq.host_table for request in scheduler.running for seq in request.unfinished)
     for request in scheduler.waiting:  # all or nothing
@@ -115,6 +116,7 @@ def play(
     caching,
     num_host_blocks,
     failures,
+    keeps_prefixes=False,
     cls=Scheduler,
     proposer=None,
 ) -> Counter:
@@ -126,8 +128,9 @@ def play(
         blocks = -(-(min(len(prompt) + max_tokens, MAX_MODEL_LEN) - 1) // block_size)
         longest = max(longest, shared + n * (blocks - shared))
     options = dict(enable_prefix_caching=caching, num_host_blocks=num_host_blocks)
+    manager_cls = TwoTiers if keeps_prefixes and caching and num_host_blocks else BlockManager
     scheduler = new_scheduler(
-        longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, **options
+        longest + spare, block_size, tokens, seqs, MAX_MODEL_LEN, cls, manager_cls, **options
     )
     scheduler.proposer = proposer
     manager, runner, events = scheduler.block_manager, FakeRunner(block_size, VOCAB_SIZE), Counter()
@@ -153,7 +156,7 @@ def play(
         check_plan(scheduler, schedule)
         count_events(events, scheduler, schedule)
         if clock in failures:  # before anything was moved or written
-            manager = BlockManager(len(manager.blocks), block_size, **options)
+            manager = manager_cls(len(manager.blocks), block_size, **options)
             unfinished = scheduler.unfinished()
             scheduler.restart(manager)
             for request in unfinished:
@@ -164,8 +167,7 @@ def play(
         check_blocks(
             manager, [seq for request in scheduler.unfinished() for seq in request.unfinished]
         )
-    check_blocks(manager, [])
-    assert manager.num_used_blocks == 0 and len(manager.free_host_blocks) == num_host_blocks
+    check_blocks(manager, [])  # all are free
     for request in all_requests:
         check_results(request)
     return events + Counter(preempted=scheduler.num_preemptions)
@@ -180,6 +182,7 @@ def count_events(events: Counter, scheduler: Scheduler, schedule: Schedule) -> N
         for seq in request.unfinished
         if arrived & {*seq.block_table}
     ]
+    events["from the host"] += scheduler.num_host_cached_tokens > 0
     events["copied"] += len(schedule.moves.copies)
     events["swapped out"] += len(schedule.moves.swaps_out)
     events["swapped out samples"] += any(
@@ -202,6 +205,7 @@ scenarios = st.tuples(
     st.booleans(),  # prefix caching
     st.sampled_from([100, 12, 6, 3, 0]),  # host blocks
     st.sets(st.integers(1, 30), max_size=2),  # steps that fail
+    st.booleans(),  # whether evicted blocks go to the host
 )
 
 

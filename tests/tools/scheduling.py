@@ -17,10 +17,17 @@ def new_sequence(token_ids) -> Sequence:
 
 
 def new_scheduler(
-    num_blocks=64, block_size=4, tokens=16, seqs=8, max_model_len=64, cls=Scheduler, **manager
+    num_blocks=64,
+    block_size=4,
+    tokens=16,
+    seqs=8,
+    max_model_len=64,
+    cls=Scheduler,
+    manager_cls=BlockManager,
+    **manager,
 ) -> Scheduler:
     limits = Limits(max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=max_model_len)
-    return cls(limits, BlockManager(num_blocks, block_size, **manager))
+    return cls(limits, manager_cls(num_blocks, block_size, **manager))
 
 
 def new_request(arrival: int, prompt, max_tokens=4, n=1, eos=()) -> Request:

@@ -73,6 +73,7 @@ FIELDS: dict[Any, list[tuple[str, str, list]]] = {
         ("enable_prefix_caching", BOOL, ["yes"]),
         ("preemption_mode", "recompute or swap", ["hope"]),
         ("swap_gib", SIZE, [0, "4"]),
+        ("swap_prefixes", BOOL, ["yes"]),
         ("attention_backend", "auto, torch, numba, triton or vattention", ["magic"]),
         ("quantization", "'int8' or 'int4' (a quantized checkpoint needs no option), or None", ["int3"]),
         ("tensor_parallel_size", COUNT, [0]),

@@ -16,21 +16,29 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence]) -> None:
     for seq in sequences:
         has_room = seq.num_computed_tokens <= len(seq.block_table) * manager.block_size
         assert has_room, f"{seq} has too few blocks"
-    tables = [seq.block_table for seq in sequences]
-    ref_counts = [block.ref_count for block in manager.blocks]
-    check_owners("block", tables, ref_counts, manager.free_blocks)
-    tables = [seq.host_table for seq in sequences]
-    check_owners("host block", tables, manager.host_ref_counts, manager.free_host_blocks)
-    for key, block in manager.cached_blocks.items():
-        assert block.key == key, f"{block} can be found by another prefix: {key}"
-    num_keys = sum(block.key is not None for block in manager.blocks)
-    num_cached = len(manager.cached_blocks)
-    assert num_keys == num_cached, f"{num_keys} blocks have a key, {num_cached} can be found"
+    check_tier("block", manager, [seq.block_table for seq in sequences])
+    if manager.host is not None:
+        to_read = [*manager.moves.swaps_in]  # by the next step
+        tables = [seq.host_table for seq in sequences]
+        check_tier("host block", manager.host, [to_read, *tables])
+        for key, block in manager.host.cached_blocks.items():
+            twin = manager.cached_blocks.get(key, block)
+            assert twin.prefix_id == block.prefix_id, f"{twin} is another prefix on the host"
     states: Any = manager  # see topics/hybrid/states.py
     if hasattr(states, "slot_owners"):
         slots = [[seq.state_slot] for seq in sequences if seq.block_table]
         free = {0, *states.free_slots}
         check_owners("slot", slots, states.slot_owners, free, "sequences, but its slot_owners")
+
+
+def check_tier(name: str, manager: BlockManager, tables: list[list[int]]) -> None:
+    ref_counts = [block.ref_count for block in manager.blocks]
+    check_owners(name, tables, ref_counts, manager.free_blocks)
+    for key, block in manager.cached_blocks.items():
+        assert block.key == key, f"{block} can be found by another prefix: {key}"
+    num_keys = sum(block.key is not None for block in manager.blocks)
+    num_cached = len(manager.cached_blocks)
+    assert num_keys == num_cached, f"{num_keys} {name}s have a key, {num_cached} can be found"
 
 
 def check_owners(

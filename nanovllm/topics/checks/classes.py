@@ -23,7 +23,7 @@ def check_made(scheduler: Scheduler, config: Config, runner: Any) -> None:
     assert manager is not None
     sizes = {
         "blocks": (len(manager.blocks), runner.num_blocks),
-        "host blocks": (len(manager.host_ref_counts), runner.num_host_blocks),
+        "host blocks": (len(manager.host.blocks) if manager.host else 0, runner.num_host_blocks),
         "tokens per block": (manager.block_size, config.block_size),
     }
     for name, (own, given) in sizes.items():

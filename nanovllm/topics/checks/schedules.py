@@ -19,6 +19,7 @@ from nanovllm.topics.checks.contents import Contents
 from nanovllm.topics.checks.effects import KEYS, check_keys
 from nanovllm.topics.checks.policies import VALUES, check_policy
 from nanovllm.topics.decoding.drafts import without_draft
+from nanovllm.topics.swapping.tiers import TwoTiers
 
 
 @dataclass
@@ -83,8 +84,9 @@ class ScheduleChecks:
         self.num_steps += 1
         i = self.num_steps % len(scheduler.running)  # two requests, in each step other ones
         check_keys(scheduler, "running_order", scheduler.running[i : i + 2])
-        is_own = type(manager) is not BlockManager
-        if is_own or self.num_steps % (1 + len(manager.blocks) // 32) == 0:
+        num_blocks = len(manager.blocks) + (len(manager.host.blocks) if manager.host else 0)
+        is_own = type(manager) not in (BlockManager, TwoTiers)
+        if is_own or self.num_steps % (1 + num_blocks // 32) == 0:
             self._check_blocks()
 
     def _check_blocks(self) -> None:

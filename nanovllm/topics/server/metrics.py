@@ -40,6 +40,7 @@ COUNTERS = {
     "num_preemptions": ("preemptions", "Requests that lost their blocks."),
     "prefix_cache_queries": ("prompt_tokens", "Tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hit_tokens", "Those of them that were found."),
+    "external_prefix_cache_hits": ("host_cache_hit_tokens", "Those of these only on the host."),
     "spec_decode_num_drafts": ("drafts", "Drafts: how often a sequence had draft tokens."),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens."),
     "spec_decode_num_accepted_tokens": ("accepted_draft_tokens", "Accepted draft tokens."),

@@ -74,7 +74,10 @@ class PlannedStep(NamedTuple):
 
 
 # what a scheduler counts
-COUNTS = ("num_prompt_tokens", "num_cached_tokens", "num_preemptions", "num_swapped_blocks")
+COUNTS = (
+    *("num_prompt_tokens", "num_cached_tokens", "num_host_cached_tokens"),
+    *("num_preemptions", "num_swapped_blocks"),
+)
 SUMS = ("num_steps", "num_computed_tokens", *COUNTS)
 
 
@@ -89,6 +92,7 @@ class Run:
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0  # of them, those that only the host had
     num_preemptions: int = 0
     num_swapped_blocks: int = 0
     kv_use: float = 0.0  # mean part of the KV blocks in use in a step, weighted by its seconds

@@ -24,6 +24,7 @@ from nanovllm.topics.simulator.answers import JobProposer, drawn
 from nanovllm.topics.simulator.cost_model import SHAPES, Items, shape_of
 from nanovllm.topics.simulator.jobs import COUNTS, PlannedStep, Run, Served
 from nanovllm.topics.simulator.machines import Machine
+from nanovllm.topics.swapping.tiers import two_tiers
 
 
 def model_config(model: str) -> dict[str, Any]:
@@ -68,6 +69,8 @@ class Replica:
         num_blocks = config.num_blocks or self._num_blocks_that_fit(config, block_bytes)
         num_host_blocks = config.num_host_blocks(block_bytes, limits)
         manager_cls = config.block_manager_cls or BlockManager
+        if config.swap_prefixes:
+            manager_cls = two_tiers(manager_cls)
         self.manager: BlockManager = manager_cls(
             num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
         )

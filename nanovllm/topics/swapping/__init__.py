@@ -1,4 +1,4 @@
-"""Swapping: preempted requests' blocks in host memory.
+"""Swapping: blocks of preempted requests, and of evicted prefixes, in host memory.
 
 Chapters: 04_preemption.
 """
