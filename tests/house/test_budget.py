@@ -23,9 +23,9 @@ def size_of_file(name: str) -> Size:
 
 
 # lines and tokens; a limit is raised in a commit of its own, before the change that needs it
-CORE = (2_655, 23_620)  # the root, layers, models and backends, on one backend, of one family
-WHOLE_PACKAGE = (13_770, 126_900)
-ALL_LINES = 63_780  # of all Python files, comments and docstrings too: it may only fall
+CORE = (2_690, 23_900)  # the root, layers, models and backends, on one backend, of one family
+WHOLE_PACKAGE = (14_050, 129_900)
+ALL_LINES = 63_500  # of all Python files, comments and docstrings too: it may only fall
 OTHERS = (
     "numba",
     "triton",
