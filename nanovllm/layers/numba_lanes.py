@@ -80,23 +80,24 @@ def add_in_vectors(
         first = builder.shl(pair, PLACE(1))
         second = builder.add(first, PLACE(1))
         groups = (first, second)
-        sums = sums_of_products(
-            builder,
-            codes.pointer(LINE, layer, block, pair),
-            builder.extract_value(codes.array.shape, 3),
-            [[integers.pointer(NUMBER, t, group) for t in rows] for group in groups],
-        )
+        lines = codes.pointer(LINE, layer, block, pair)
+        num_lines = builder.extract_value(codes.array.shape, 3)
+        numbers = [[integers.pointer(NUMBER, t, group) for t in rows] for group in groups]
+        sums = sums_of_products(builder, lines, num_lines, numbers)
         for group, of_rows in zip(groups, sums):
             group_zeros = builder.zext(zeros.load(ZEROS, layer, block, group), SUMS)
             group_scales = scales.load(FLOATS, layer, block, group)
             for r, t in enumerate(rows):
                 row_sum = spread(builder, row_sums.load(NUMBER, t, group))
                 row_scale = spread(builder, row_scales.load(FLOAT, t, group))
-                exact = builder.sub(of_rows[r], builder.mul(group_zeros, row_sum))
+                surplus = builder.mul(group_zeros, row_sum)
+                exact = builder.sub(of_rows[r], surplus)
+                number = builder.sitofp(exact, FLOATS)
                 scale = builder.fmul(group_scales, row_scale)
-                added = builder.fmul(builder.sitofp(exact, FLOATS), scale)
-                total = builder.fadd(totals.load(FLOATS, PLACE(r)), added)
-                builder.store(total, totals.pointer(FLOATS, PLACE(r)), align=4)
+                added = builder.fmul(number, scale)
+                place = totals.pointer(FLOATS, PLACE(r))
+                total = builder.load(place, align=4)
+                builder.store(builder.fadd(total, added), place, align=4)
         return context.get_dummy_value()
 
     arrays = (totals, integers, row_scales, row_sums, codes, scales, zeros)
@@ -129,20 +130,25 @@ def sums_of_products(builder, lines, num_lines, numbers):
     `lines` has four codes of each output in a line. `numbers` has a pointer [group][row] to the
     integers, of which four are one number here.
     """
-    zero = SUMS(None)
-    sums = [[cgutils.alloca_once_value(builder, zero) for _ in rows] for rows in numbers]
+    zeros = SUMS(None)
+    sums = [[cgutils.alloca_once_value(builder, zeros) for _ in rows] for rows in numbers]
     with cgutils.for_range(builder, num_lines) as loop:
-        line = builder.load(builder.gep(lines, [loop.index]), align=1)
-        low = builder.and_(line, LINE([15] * 4 * LANES))
-        high = builder.lshr(line, LINE([4] * 4 * LANES))
+        place = builder.gep(lines, [loop.index])
+        line = builder.load(place, align=1)
+        fifteens = LINE([15] * 4 * LANES)
+        fours = LINE([4] * 4 * LANES)
+        low = builder.and_(line, fifteens)
+        high = builder.lshr(line, fours)
         halves = (low, high)
         for codes, rows, of_rows in zip(halves, numbers, sums):
             for row, sum_of_row in zip(rows, of_rows):
-                four = builder.load(builder.gep(row, [loop.index]), align=1)
-                integers = builder.bitcast(spread(builder, four), LINE)
+                place = builder.gep(row, [loop.index])
+                four = builder.load(place, align=1)
+                everywhere = spread(builder, four)
+                integers = builder.bitcast(everywhere, LINE)
                 added = sums_of_fours(builder, codes, integers)
-                total = builder.add(builder.load(sum_of_row), added)
-                builder.store(total, sum_of_row)
+                total = builder.load(sum_of_row)
+                builder.store(builder.add(total, added), sum_of_row)
     return [[builder.load(sum_of_row) for sum_of_row in of_rows] for of_rows in sums]
 
 

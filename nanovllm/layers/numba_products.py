@@ -45,8 +45,10 @@ def multiply_8_bits(out, rows, weights, layer, num_rows, begin, end):
             total = np.int32(0)
             for i in range(codes.shape[2]):
                 total += np.int32(rows.integers[t, 0, i]) * np.int32(np.int16(codes[o, 0, i]))
-            number = np.float32(np.int32(total)) * scales[o, 0] * rows.scales[t, 0]
-            out[t, o] = rounded(number + as_float32(biases[o]), out[t, o])
+            exact = np.float32(np.int32(total))
+            number = exact * scales[o, 0] * rows.scales[t, 0]
+            number += as_float32(biases[o])
+            out[t, o] = rounded(number, out[t, o])
 
 
 @exact_kernel

@@ -24,7 +24,8 @@ def in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.int8)
     numbers = codes.view(torch.uint8)
     scales = torch.empty(len(x), 1)
-    arguments = (*map(array, (codes, numbers, scales, x)),)
+    tensors = (codes, numbers, scales, x)
+    arguments = (*map(array, tensors),)
     run(bytes_of_rows, arguments, len(x), x.numel())
     return numbers, scales
 
@@ -48,7 +49,8 @@ class InLanes:
         matrices = [in_lanes(*parts) for parts in of_matrices]
         self.parts = matrices[0]
         if num_experts is not None:
-            self.parts = [*map(torch.stack, zip(*matrices))]
+            stacks = map(torch.stack, zip(*matrices))
+            self.parts = [*stacks]
         self.held = Groups(*self.parts)
 
     def __call__(self, x: Tensor, pairs: Pairs | None = None) -> Tensor:
@@ -60,7 +62,9 @@ class InLanes:
             results = self.multiply(multiply_pairs, rows, arrays, ends)
             return pairs.placed(results)
         layers = [part[None] for part in arrays]
-        return self.multiply(IN_4_BITS.multiply, x, layers, 0, len(x))
+        kernel = IN_4_BITS.multiply
+        num_rows = len(x)
+        return self.multiply(kernel, x, layers, 0, num_rows)
 
     def multiply(
         self,
@@ -83,11 +87,15 @@ class InLanes:
 
     def weight(self) -> Groups:
         codes, scales, zeros = self.parts
-        codes = codes.movedim(-2, -4).flatten(-2)
-        codes = codes.flatten(-4, -3)[..., : self.num_out, :, :]
-        parts = [codes.flatten(0, -3)]
+        codes = codes.movedim(-2, -4)
+        codes = codes.flatten(-2)
+        codes = codes.flatten(-4, -3)
+        codes = codes[..., : self.num_out, :, :]
+        codes = codes.flatten(0, -3)
+        parts = [codes]
         for numbers in (scales, zeros):
-            rows = numbers.mT.flatten(-3, -2)
+            rows = numbers.mT
+            rows = rows.flatten(-3, -2)
             rows = rows[..., : self.num_out, : self.num_groups]
             parts.append(rows.flatten(0, -2))
         return Groups(*parts)
@@ -100,11 +108,13 @@ def in_lanes(codes: Tensor, scales: Tensor, zeros: Tensor) -> list[Tensor]:
     lacking = -num_out % LANES
     padded = F.pad(codes, (0, 0, 0, 0, 0, lacking))
     blocks = padded.view(-1, LANES, num_pairs, group // 4, 4)
-    parts = [blocks.permute(0, 2, 3, 1, 4).contiguous()]
+    blocks = blocks.permute(0, 2, 3, 1, 4)
+    parts = [blocks.contiguous()]
     for numbers in (scales, zeros):
         lacking_groups = 2 * num_pairs - numbers.shape[1]
         padded = F.pad(numbers, (0, lacking_groups, 0, lacking))
-        parts.append(padded.unflatten(0, (-1, LANES)).mT.contiguous())
+        blocks = padded.unflatten(0, (-1, LANES))
+        parts.append(blocks.mT.contiguous())
     return parts
 
 

@@ -46,6 +46,7 @@ class JobProposer(Proposer):
             num_right = job.right_draft_tokens[begin]
         if num_right < 0:
             return []
-        right = range(begin, begin + min(most, num_right))
+        num_right = min(most, num_right)
+        right = range(begin, begin + num_right)
         num_wrong = most - len(right)
         return [token_of(job, i) for i in right] + [WRONG] * num_wrong
