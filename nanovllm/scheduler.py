@@ -229,11 +229,12 @@ class Scheduler:
         manager = self.block_manager
         first, *others = request.unfinished
         manager.take_prefix(first)
-        num_on_host = 0
         if manager.host is not None:
             from nanovllm.topics.swapping.blocks import bring_back, swap_in  # chapter 04
 
             num_on_host = bring_back(manager, first)
+            if request.num_cached_tokens is None:
+                self.num_host_cached_tokens += num_on_host * manager.block_size
             swap_in(manager, first)
         request.has_forked = not others
         if others:
@@ -243,7 +244,6 @@ class Scheduler:
         if request.num_cached_tokens is None:  # it runs for the first time
             request.num_cached_tokens = first.num_computed_tokens
             self.num_cached_tokens += request.num_cached_tokens
-            self.num_host_cached_tokens += num_on_host * manager.block_size
             self.num_prompt_tokens += len(request.prompt_token_ids)
         if first.host_table:  # then the others may have some, too
             for seq in request.unfinished:
