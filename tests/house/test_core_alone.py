@@ -97,7 +97,7 @@ def test_a_greedy_prompt_loads_and_runs_few_lines():
     (said,) = re.findall(r"loads ([\d,]+) lines", readme)
     assert 0.99 * num_loaded < int(said.replace(",", "")) < 1.01 * num_loaded, num_loaded
     assert num_loaded <= 3280
-    assert 300 < len(found["lines"]) <= 673, len(found["lines"])
+    assert 300 < len(found["lines"]) <= 674, len(found["lines"])
     files = {file for file, _ in found["lines"]}
     assert len(files - {"sampling_params.py"}) <= 20, sorted(files)
 
