@@ -19,6 +19,25 @@ def functions(source: str) -> dict[str, Function]:
     return found
 
 
+def source_of(source: str, name: str) -> str:
+    """The lines of a function; nothing if it is not there."""
+    function = functions(source).get(name)
+    lines = source.splitlines(keepends=True)
+    return "".join(lines[function.lineno - 1 : function.end_lineno]) if function else ""
+
+
+def replaced(text: str, old: str, new: str) -> str | None:
+    r"""The text with `new` in place of `old`; None if `old` is not there. A line break in them is
+    written as \n, without the indentation. Raises ValueError if `old` is there more than once."""
+    start = re.search(rf"^( *)(.*?){re.escape(old.partition(chr(92) + 'n')[0])}", text, re.MULTILINE)
+    indented = [part.replace(r"\n", f"\n{start[1]}") for part in (old, new) if start]
+    if not start or indented[0] not in text:
+        return None
+    if text.count(indented[0]) > 1:
+        raise ValueError(f"{old!r} is there more than once")
+    return text.replace(*indented)
+
+
 def statements(function: Function) -> list[ast.stmt]:
     """The body without the docstring."""
     has_docstring = ast.get_docstring(function) is not None

@@ -8,11 +8,10 @@ right body, with a reason where no test tells a wrong one apart. More replacemen
 heading, or else once in the milestone. A line break is written as \\n, without the indentation.
 """
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tutorials.building.holes import functions
+from tutorials.building.holes import replaced, source_of
 
 TABLE = Path(__file__).with_name("bodies.txt")
 
@@ -35,21 +34,10 @@ class WrongBody(NamedTuple):
         for whole in (False, True):  # the function, then all
             for module, source in modules.items():
                 scope = source if whole else source_of(source, self.function)
-                beginning = rf"^( *)(.*?){re.escape(old.partition(chr(92) + 'n')[0])}"
-                found = re.search(beginning, scope, re.MULTILINE)
-                indented = [text.replace(r"\n", f"\n{found[1]}") for text in (old, new) if found]
-                if found and indented[0] in scope:
-                    assert scope.count(indented[0]) == 1, f"{self}: not once"
-                    modules[module] = source.replace(scope, scope.replace(*indented))
+                if (changed := replaced(scope, old, new)) is not None:
+                    modules[module] = source.replace(scope, changed)
                     return
         raise AssertionError(f"{self}: not in this milestone")
-
-
-def source_of(source: str, name: str) -> str:
-    """The lines of a function; nothing if it is not there."""
-    function = functions(source).get(name)
-    lines = source.splitlines(keepends=True)
-    return "".join(lines[function.lineno - 1 : function.end_lineno]) if function else ""
 
 
 def wrong_bodies() -> list[WrongBody]:
