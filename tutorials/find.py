@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from tutorials.build import PACKAGE, ROOT, Result, job_of, result_of, start, wait
 from tutorials.building.milestones import Milestone
-from tutorials.finding.cases import NUMBERS, Case, case_of
+from tutorials.finding.cases import ANSWERS, NUMBERS, Case, case_of
 
 LIMIT = 600.0  # seconds of the student's test on one engine
 LIMIT_OF_TESTS = 1800.0  # of the engine's own
@@ -132,6 +132,7 @@ def check(folder: Path) -> tuple[bool, list[str]]:
         target = Path(place).resolve()
         shutil.copytree(PACKAGE, target / "nanovllm", ignore=NOT_COPIED)
         shutil.copy(folder / TEST, target)
+        shutil.copy(ROOT / "example.py", target)
         is_right, lines = check_test(target, case)
         if is_right:
             shutil.rmtree(target / "nanovllm")
@@ -152,6 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, what in (("hint", "the next hint"), ("check", "try your test and your engine")):
         commands.add_parser(name, help=what).add_argument("folder", type=Path)
     args = parser.parse_args(arguments)
+    if not ANSWERS.is_dir():
+        parser.error(f"there is no {ANSWERS.relative_to(ROOT)}: ask your lecturer for a case")
     if args.command == "new":
         if args.folder.exists():
             parser.error(f"there is already {args.folder}: choose a new folder")

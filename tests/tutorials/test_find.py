@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import test_book
 import torch
 from book import ROOT, TUTORIALS
 from test_chapters import BLOCK, pattern
@@ -140,7 +141,10 @@ def test_check_of_a_right_answer_and_of_wrong_ones(tmp_path):
     find.new(folder, case)
     for test, says in (
         ("def test_it():\n    assert True\n", "fault, your test passes: it must fail"),
-        ("def test_it():\n    assert False\n", "on the right engine, your test fails: it must pass"),
+        (
+            "def test_it():\n    assert False\n",
+            "on the right engine, your test fails: it must pass",
+        ),
         (case.test, "on your engine, your test fails: the fault is still there"),
     ):
         (folder / find.TEST).write_text(test, encoding="utf-8")
@@ -155,6 +159,7 @@ def test_check_of_a_right_answer_and_of_wrong_ones(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows what a CPU prints")
 def test_the_page_prints_what_it_says(tmp_path):
     """In the folder of case 0."""
+    test_book.test_links_lead_somewhere(PAGE)
     find.new(tmp_path / "mine", case_of(0))
     blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     code = "\nprint('=====')\n".join(block for block, _ in blocks)

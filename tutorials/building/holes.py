@@ -29,7 +29,9 @@ def source_of(source: str, name: str) -> str:
 def replaced(text: str, old: str, new: str) -> str | None:
     r"""The text with `new` in place of `old`; None if `old` is not there. A line break in them is
     written as \n, without the indentation. Raises ValueError if `old` is there more than once."""
-    start = re.search(rf"^( *)(.*?){re.escape(old.partition(chr(92) + 'n')[0])}", text, re.MULTILINE)
+    start = re.search(
+        rf"^( *)(.*?){re.escape(old.partition(chr(92) + 'n')[0])}", text, re.MULTILINE
+    )
     indented = [part.replace(r"\n", f"\n{start[1]}") for part in (old, new) if start]
     if not start or indented[0] not in text:
         return None
