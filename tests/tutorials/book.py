@@ -25,7 +25,17 @@ WORDS = {  # of a first reading: outside code, tables and second readings
     **{"23_hybrid": 1400},
 }
 CHAPTERS = sorted(TUTORIALS.glob("[0-9]*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 SOLUTION = re.compile(r"^```python \(solution (\d\d\.\d)\)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def pattern(expected: str) -> str:
+    lines = [re.escape(line.rstrip()) for line in expected.rstrip().splitlines()]
+    return (
+        "\n".join(lines)
+        .replace(re.escape("...") + "\n", "(?:.*\n)*")
+        .replace("\n" + re.escape("..."), "(?:\n.*)*")
+    )
 
 
 def solutions(chapter: Path) -> dict[str, str]:

@@ -170,7 +170,9 @@ def anchor_of(heading: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "page", [*sorted(TUTORIALS.glob("*.md")), ROOT / "README.md"], ids=lambda path: path.stem
+    "page",
+    [*sorted(TUTORIALS.glob("*.md")), *TUTORIALS.glob("finding/*.md"), ROOT / "README.md"],
+    ids=lambda path: path.stem,
 )
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):

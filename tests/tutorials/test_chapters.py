@@ -19,21 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from book import needs_of
+from book import BLOCK, needs_of, pattern
 from extras import needs
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 CHAPTERS = [*sorted((ROOT / "tutorials").glob("[0-9]*.md")), ROOT / "README.md"]
-
-
-def pattern(expected: str) -> str:
-    lines = [re.escape(line.rstrip()) for line in expected.rstrip().splitlines()]
-    return (
-        "\n".join(lines)
-        .replace(re.escape("...") + "\n", "(?:.*\n)*")
-        .replace("\n" + re.escape("..."), "(?:\n.*)*")
-    )
 
 
 def is_solution(match: re.Match) -> bool:
