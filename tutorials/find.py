@@ -71,8 +71,9 @@ def hint(folder: Path) -> str:
     return said
 
 
-def run_test(folder: Path) -> tuple[bool, str]:
-    """Whether the student's test passes on the engine of a folder, and the end of what it prints."""
+def run_test(folder: Path) -> tuple[int, str]:
+    """0 if the student's test passes on the engine of a folder, 1 if it fails, and more if it does
+    not run; and the end of what it prints."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "--tb=short", TEST]
     # no files with bytecode: several engines have a file of the same date and size
     env = os.environ | {"PYTHONPATH": f"{folder}", "OMP_NUM_THREADS": "1"}
@@ -80,35 +81,40 @@ def run_test(folder: Path) -> tuple[bool, str]:
     try:
         done = subprocess.run(command, cwd=folder, env=env, timeout=LIMIT, check=False, **quiet)
     except subprocess.TimeoutExpired:
-        return False, f"it still runs after {LIMIT:g} s"
-    return done.returncode == 0, "\n".join(done.stdout.strip().splitlines()[-12:])
+        return 1, f"it still runs after {LIMIT:g} s"
+    return done.returncode, "\n".join(done.stdout.strip().splitlines()[-12:])
 
 
 def check_test(folder: Path, case: Case) -> tuple[bool, list[str]]:
     """Tries the test on the faulty engine, on the right one, and on other faults of the function."""
     (folder / "pytest.ini").write_text(PYTEST, encoding="utf-8")
     put(folder, case, case.faults[0])
-    passes, _ = run_test(folder)
-    if passes:
+    status, said = run_test(folder)
+    if status > 1:
+        return False, ["your test does not run", said]
+    if status == 0:
         return False, ["on the engine with the fault, your test passes: it must fail"]
     lines = ["on the engine with the fault, your test fails: right"]
     put(folder, case, None)
-    passes, said = run_test(folder)
-    if not passes:
+    status, said = run_test(folder)
+    if status != 0:
         return False, [*lines, "on the right engine, your test fails: it must pass", said]
     lines.append("on the right engine, your test passes: right")
     found = 0
     for fault in case.faults[1:]:
         put(folder, case, fault)
-        found += not run_test(folder)[0]
+        found += run_test(folder)[0] != 0
     others = len(case.faults) - 1
-    return True, [*lines, f"your test also finds {found} of {others} other faults of this function"]
+    lines.append(f"your test also finds {found} of {others} other faults of this function")
+    if found < others:
+        lines.append("what else does the function promise?")
+    return True, lines
 
 
 def check_engine(folder: Path, case: Case) -> tuple[bool, list[str]]:
     """Runs the test and the engine's own tests of the module on the student's engine."""
-    passes, said = run_test(folder)
-    if not passes:
+    status, said = run_test(folder)
+    if status != 0:
         return False, ["on your engine, your test fails: the fault is still there", said]
     milestone = Milestone(0, "find", "09", False, {}, [])
     job = job_of(milestone, folder, folder / "report") | {"tests": case.tests}
@@ -166,6 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "hint":
         print(hint(args.folder))
         return 0
+    print("about a minute ...", flush=True)
     is_right, lines = check(args.folder)
     print("\n".join(lines))
     return 0 if is_right else 1

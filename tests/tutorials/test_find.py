@@ -122,6 +122,7 @@ def test_check_of_a_right_answer_and_of_wrong_ones(tmp_path):
     folder, case = tmp_path / "mine", case_of(7)
     find.new(folder, case)
     for test, says in (
+        ("def test_it(:\n", "your test does not run"),
         ("def test_it():\n    assert True\n", "fault, your test passes: it must fail"),
         (
             "def test_it():\n    assert False\n",

@@ -21,7 +21,7 @@ class Case:
     hints: list[str]  # from general to specific
     module: str  # a file of nanovllm
     function: str
-    faults: list[str]  # the fault of the case, then the others: "old => new", several behind ";;"
+    faults: list[str]  # the fault of the case, then the others: "old => new", several after ";;"
     tests: list[str]  # the engine's own, of the module
     test: str  # of a lecturer
 
@@ -34,6 +34,7 @@ class Case:
             changed = replaced(body, old.strip(), new[1:])
             if changed is None:
                 raise ValueError(f"case {self.number}: {self.function} has no {old.strip()!r}")
+            changed = re.sub(r"\n +\n", "\n", changed)  # a line that is gone
             source = source.replace(body, changed)
             body = changed
         return source
