@@ -56,7 +56,8 @@ PARTS = [*product([40, 3, 8, 1], [1, 16, 100], DTYPES, MIXTURES, HEADS)][1::7]  
 @pytest.mark.parametrize("share, part, dtype, sequences, heads", PARTS)
 def test_contexts_in_parts(share, part, dtype, sequences, heads, monkeypatch):
     """Of decodes, drafts and chunks: parts of one tile, of several and of none; parts that are kept long; parts in which
-    a token sees no key."""
+    a token sees no key; more parts than are combined at a time."""
+    monkeypatch.setattr(triton_attention, "SPLITS", 4)
     monkeypatch.setattr(triton_plan, "PART", part)
     monkeypatch.setattr(triton_plan, "share_of", lambda *args: share)
     check_attention("triton", sequences, *heads, dtype, block_size=5, num_blocks=160)
