@@ -134,9 +134,7 @@ class ModelRunner:
         """Compiles all kernels, so that no request waits for a compilation."""
         from nanovllm.device.memory import warm_up_steps
 
-        # on a GPU, products of many rows are kernels of their own
-        chunk = self.limits.max_num_batched_tokens if self.is_asynchronous else 17
-        for schedule in warm_up_steps(self.limits, chunk, self.shape.block_size, self.dtype):
+        for schedule in warm_up_steps(self.device, self.limits, self.shape.block_size, self.dtype):
             self.launch(schedule)
 
     @torch.inference_mode()

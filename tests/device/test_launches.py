@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import triton_ops
 from nanovllm.device import caches
-from nanovllm.device.memory import dummy_step
+from nanovllm.device.memory import dummy_step, warm_up_steps
 from nanovllm.layers import triton_plan
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
@@ -177,10 +177,12 @@ def test_no_variant_is_new_while_serving(family, options, tmp_path, monkeypatch)
     options |= {"dtype": "float16", "num_blocks": 120, "max_num_seqs": 24}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     with engine(tmp_path, family, options, **sizes) as llm:
-        llm.runner.is_asynchronous = True  # as on a GPU
-        llm.runner.warm_up()
+        runner = llm.runner
+        sizes = (runner.limits, runner.shape.block_size, runner.dtype)
+        for schedule in warm_up_steps(torch.device("cuda"), *sizes):
+            runner.launch(schedule)
         known = {*variants}
         for num_seqs, length in [(1, 200), (1, 50), (1, 48), (3, 16), (16, 1), (3, 1), (2, 9)]:
             schedule = dummy_step(num_seqs, 0, length, 4, SamplingParams(top_p=0.9))
-            llm.runner.launch(schedule)
+            runner.launch(schedule)
         assert variants == known and len({name for name, *_ in known}) > 5

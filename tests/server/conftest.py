@@ -10,7 +10,9 @@ from extras import needs
 @pytest.fixture
 def server(running, monkeypatch):
     """After the test nothing is left in it."""
-    from server_tools import PacedRunner  # it may import Triton: not before the other conftest.py runs
+    from server_tools import (
+        PacedRunner,
+    )  # it may import Triton: not before the other conftest.py runs
 
     runner = running.llm.runner
     is_paced = isinstance(runner, PacedRunner)
