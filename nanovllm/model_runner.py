@@ -134,7 +134,7 @@ class ModelRunner:
         """Compiles all kernels, so that no request waits for a compilation."""
         from nanovllm.device.memory import warm_up_steps
 
-        for schedule in warm_up_steps(self.limits, self.shape.block_size, self.dtype):
+        for schedule in warm_up_steps(self.device, self.limits, self.shape.block_size, self.dtype):
             self.launch(schedule)
 
     @torch.inference_mode()

@@ -52,11 +52,10 @@ def add_and_norm_kernel(
     dtype = out.dtype.element_ty
     added = tl.load(x + at, mask=is_number, other=0.0).to(tl.float32)
     before = tl.load(residual + at, mask=is_number, other=0.0).to(tl.float32)
-    total = (added + before).to(dtype)
-    tl.store(residual + at, total, mask=is_number)
-
-    total = total.to(tl.float32)
+    total = (added + before).to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 0) / SIZE + eps)
+    # behind the sum, which waits for all threads: in a short row, several read the same number
+    tl.store(residual + at, total.to(dtype), mask=is_number)
     w = tl.load(weight + i, mask=is_number, other=0.0).to(tl.float32)
     tl.store(out + at, (total * scale * w).to(dtype), mask=is_number)
 

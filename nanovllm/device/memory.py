@@ -86,15 +86,19 @@ def largest_step(limits: Limits, block_size: int) -> Schedule:
     return dummy_step(num_seqs, 0, num_tokens // num_seqs, block_size, params)
 
 
-def warm_up_steps(limits: Limits, block_size: int, dtype: torch.dtype) -> Iterator[Schedule]:
+def warm_up_steps(
+    device: torch.device, limits: Limits, block_size: int, dtype: torch.dtype
+) -> Iterator[Schedule]:
     """Steps that launch each kernel in every variant that serving can need.
 
     So none is compiled while requests wait: a chunk of a prompt with more tokens than the smallest
-    tile of queries, a decode, tokens that are drawn, copied blocks, and logits in fp32.
+    tile of queries, a decode, tokens that are drawn, copied blocks, and logits in fp32. On a GPU
+    the chunk is the longest, since products of many rows are kernels of their own.
     """
     params = SamplingParams(top_p=0.9)
     longest = min(limits.max_model_len, limits.max_num_batched_tokens)
-    yield dummy_step(1, 0, min(17, longest), block_size, params)
+    chunk = min(17, longest) if device.type == "cpu" else longest
+    yield dummy_step(1, 0, chunk, block_size, params)
     yield dummy_step(1, 0, 1, block_size, params)
     if dtype != torch.float32:  # penalties make logits fp32
         penalized = SamplingParams(top_p=0.9, repetition_penalty=1.1)

@@ -73,6 +73,7 @@ def convolve_kernel(
             )
         mask = (token < end) & is_channel
         tl.store(out + token * ALL + channel, total * tl.sigmoid(total), mask=mask)
+    tl.debug_barrier()  # another thread may read what this one writes now
     if slot > 0:  # a padding row of a CUDA graph has none
         for i in tl.static_range(WIDTH):  # a number moves to a place that has been read
             token = end - WIDTH + i + tl.arange(0, 1)

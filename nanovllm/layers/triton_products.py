@@ -86,7 +86,7 @@ def find_tile(ends, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return expert, first, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     out,  # [num_rows, num_out]
     x,  # [T, num_in]

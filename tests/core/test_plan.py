@@ -129,6 +129,6 @@ def test_no_tile_is_new_while_serving(longest, heads, dtype, monkeypatch):
         options = dict(heads=heads, kv_heads=1, dtype=dtype)
         return {plan_of([(n, n)], 1, monkeypatch, **options)[0].tile for n in lengths}
 
-    steps = warm_up_steps(limits, 16, torch.bfloat16)
+    steps = warm_up_steps(torch.device("cpu"), limits, 16, torch.bfloat16)
     compiled = tiles_of({item.num_tokens for step in steps for item in step.items})
     assert tiles_of(range(1, min(longest, 60) + 1)) == compiled

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import triton_ops
 from nanovllm.device import caches
-from nanovllm.device.memory import dummy_step
+from nanovllm.device.memory import dummy_step, warm_up_steps
 from nanovllm.layers import triton_plan
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
@@ -75,8 +75,10 @@ def gpu(monkeypatch):
     return gpu
 
 
-def engine(path, family: str, **sizes) -> LLM:
-    options = {"dtype": "float32", "num_blocks": 20, "block_size": 4, "max_num_seqs": 4}
+def engine(path, family: str, options: dict | None = None, **sizes) -> LLM:
+    options = {"dtype": "float32", "num_blocks": 20, "block_size": 4, "max_num_seqs": 4} | (
+        options or {}
+    )
     model = save(new_model(family, **sizes), path)
     return LLM(model, attention_backend="triton", check_kernels="never", **options)
 
@@ -138,3 +140,49 @@ def test_the_host_does_not_wait(family, gpu, tmp_path, monkeypatch):
         with gpu:
             llm.runner.launch(schedule)
     assert gpu.waits == [] and "copy_blocks_kernel" in gpu.launches
+
+
+def variant_of(kernel: Any, args: tuple, options: dict) -> tuple:
+    """For what Triton compiles a kernel anew: dtypes, constants, addresses and integers that are multiples of 16, ones."""
+    found: list[Any] = [kernel.__name__, *options.items()]
+    for name, value in zip(kernel.arg_names, args):
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.data_ptr() % 16))
+        elif "constexpr" in str(kernel.fn.__annotations__.get(name)):
+            found.append(value)
+        elif isinstance(value, int) and name not in (kernel.kwargs["do_not_specialize"] or ()):
+            found.append((value == 1, value % 16 == 0))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("qwen3", {"quantization": "int4", "kv_cache_dtype": "int8"}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"quantization": "int8"}),
+        ("qwen3_5_text", {}),
+    ],
+)
+def test_no_variant_is_new_while_serving(family, options, tmp_path, monkeypatch):
+    """Also of products: tiles of many rows begin with 48 tokens, and with 128 for these experts."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    variants = set()
+
+    def run(kernel, *args, grid, warmup, **options):
+        variants.add(variant_of(kernel, args, options))
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    options |= {"dtype": "float16", "num_blocks": 120, "max_num_seqs": 24}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    with engine(tmp_path, family, options, **sizes) as llm:
+        runner = llm.runner
+        sizes = (runner.limits, runner.shape.block_size, runner.dtype)
+        for schedule in warm_up_steps(torch.device("cuda"), *sizes):
+            runner.launch(schedule)
+        known = {*variants}
+        for num_seqs, length in [(1, 200), (1, 50), (1, 48), (3, 16), (16, 1), (3, 1), (2, 9)]:
+            schedule = dummy_step(num_seqs, 0, length, 4, SamplingParams(top_p=0.9))
+            runner.launch(schedule)
+        assert variants == known and len({name for name, *_ in known}) > 5

@@ -5,12 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from browser import opened
 from extras import needs
-from server_tools import PacedRunner
 
 
 @pytest.fixture
 def server(running, monkeypatch):
     """After the test nothing is left in it."""
+    from server_tools import (
+        PacedRunner,
+    )  # it may import Triton: not before the other conftest.py runs
+
     runner = running.llm.runner
     is_paced = isinstance(runner, PacedRunner)
     if is_paced:

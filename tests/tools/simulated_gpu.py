@@ -144,8 +144,9 @@ def simulated_gpu(capability: int):
         patch.setattr(torch.cuda, "graph", Recording)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**28, 2**28))
 
-        # all sequences of the step that tries the memory out write to one block
+        # all tokens of a step without a request write to one block
         patch.setattr("nanovllm.device.memory.memory_left", lambda runner, config: 2**24)
+        patch.setattr("nanovllm.model_runner.ModelRunner.warm_up", lambda runner: None)
         yield session
 
 
