@@ -22,7 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import numba_ops, torch_ops
 from nanovllm.config import Config
 from nanovllm.device.choose import choose_ops
-from nanovllm.layers import numba_kernels, numba_run
+from nanovllm.layers import numba_kernels, numba_products, numba_run
 from tutorials.measure.batches import random_batch
 
 ROOT = Path(__file__).parents[2]
@@ -268,11 +268,6 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
 
 def test_a_kernel_is_compiled_again_when_any_file_that_it_is_made_of_changes():
     """What vectors and prefetching are compiled to is not Python that numba would look at."""
-    from nanovllm.layers.numba_products import multiply_8_bits
-    from nanovllm.topics.quantization.numba_product import IN_4_BITS
-
-    for kernel, file in (
-        (multiply_8_bits, "numba_prefetch.py"),
-        (IN_4_BITS.multiply, "numba_lanes.py"),
-    ):
-        assert file in str(numba_kernels.made_of(kernel.py_func, str))
+    forms = (numba_products.IN_8_BITS, numba_products.IN_4_BITS)
+    for form, file in zip(forms, ("numba_prefetch.py", "numba_lanes.py")):
+        assert file in str(numba_kernels.made_of(form.multiply.py_func, str))

@@ -122,9 +122,6 @@ class Browser:
         """With the mouse, in the middle of its first line: a link may have two."""
         self._mouse(selector, "mousePressed", "mouseReleased", button="left", clickCount=1)
 
-    def hover(self, selector: str) -> None:
-        self._mouse(selector, "mouseMoved")
-
     def _mouse(self, selector: str, *kinds: str, **more) -> None:
         where = found(selector)
         self.value(f"{where}.scrollIntoView({{block: 'center'}})")
