@@ -130,8 +130,7 @@ def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
     """The largest codes and integers, too. Without AVX2, other instructions do it."""
     njit = needs("numba").njit
 
-    from nanovllm.layers import numba_lanes
-    from nanovllm.layers.numba_step import Activations, Weights
+    from nanovllm.layers import numba_lanes, numba_step
     from nanovllm.topics.quantization.numba_product import in_lanes
 
     monkeypatch.setattr(numba_lanes, "HAS_AVX2", numba_lanes.HAS_AVX2 and has_avx2)
@@ -139,10 +138,10 @@ def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
     codes[1] = 255
     integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8)
     integers[0] = 127
-    nothing = np.empty(0)
     sums = integers.sum(2, dtype=torch.int32).numpy()
-    rows = Activations(nothing, nothing, integers.numpy(), torch.rand(5, 4).numpy(), sums)
-    weights = Weights(*[part[None].numpy() for part in in_lanes(codes, scales, zeros)], nothing)
+    rows = numba_step.Activations(None, None, integers.numpy(), torch.rand(5, 4).numpy(), sums)
+    parts = [part[None].numpy() for part in in_lanes(codes, scales, zeros)]
+    weights = numba_step.Weights(*parts, None)
     add = njit(lambda *arguments: numba_lanes.add_pair(*arguments))
     for ts in ((4,), (0, 2, 3, 3)):
         for block, pair in ((0, 0), (2, 1)):
