@@ -27,12 +27,14 @@ def choose_kernel(
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
     x = tl.load(logits + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
+    rank = tl.where(x == x, x, float("inf"))  # NaN comes first, as PyTorch sorts it
     place = tl.zeros([EXPERTS], tl.int32)
     for begin in range(0, num_experts, OTHERS):
         other = begin + tl.arange(0, OTHERS)
         y = tl.load(logits + other, mask=other < num_experts, other=float("-inf")).to(tl.float32)
-        is_before = y[None, :] > x[:, None]
-        is_before |= (y[None, :] == x[:, None]) & (other[None, :] < expert[:, None])
+        y = tl.where(y == y, y, float("inf"))
+        is_before = y[None, :] > rank[:, None]
+        is_before |= (y[None, :] == rank[:, None]) & (other[None, :] < expert[:, None])
         place += tl.sum(is_before.to(tl.int32), 1)
     is_chosen = (place < TOP) & is_expert
     weight = tl.exp(x - tl.max(x, 0))

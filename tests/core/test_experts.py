@@ -177,6 +177,9 @@ def test_the_choice_and_the_sum(backend, num_experts, top, is_normalized, dtype)
     weights, chosen = ops.experts().choose(logits.to(device, dtype), top, is_normalized)
     assert torch.equal(chosen.cpu(), experts) and weights.dtype == torch.float32
     torch.testing.assert_close(weights.cpu(), expected)
+    padding = torch.full((1, num_experts), torch.nan, dtype=dtype, device=device)
+    weights, chosen = ops.experts().choose(padding, top, is_normalized)
+    assert weights.isnan().all() and chosen.tolist() == [[*range(top)]]
     y = torch.randn(7 * top, 1030, generator=generator).to(dtype)
     exact = (y.double().view(7, top, -1) * expected.double().unsqueeze(-1)).sum(1)
     total = ops.experts().add_up(y.to(device), expected.to(device))

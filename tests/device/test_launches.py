@@ -178,8 +178,7 @@ def test_no_variant_is_new_while_serving(family, options, tmp_path, monkeypatch)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     with engine(tmp_path, family, options, **sizes) as llm:
         runner = llm.runner
-        sizes = (runner.limits, runner.shape.block_size, runner.dtype)
-        for schedule in warm_up_steps(torch.device("cuda"), *sizes):
+        for schedule in warm_up_steps(torch.device("cuda"), runner.limits, 4, runner.dtype):
             runner.launch(schedule)
         known = {*variants}
         for num_seqs, length in [(1, 200), (1, 50), (1, 48), (3, 16), (16, 1), (3, 1), (2, 9)]:
