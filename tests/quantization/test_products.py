@@ -129,26 +129,24 @@ def test_functions_give_the_same_numbers_to_the_last_bit(num_groups, group, dtyp
 def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
     """The largest codes and integers, too. Without AVX2, other instructions do it."""
     njit = needs("numba").njit
-
     from nanovllm.layers import numba_lanes, numba_step
     from nanovllm.topics.quantization.numba_product import in_lanes
 
     monkeypatch.setattr(numba_lanes, "HAS_AVX2", numba_lanes.HAS_AVX2 and has_avx2)
-    codes, scales, zeros = random_groups(24, 3, 32)
-    codes[1] = 255
-    integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8)
-    integers[0] = 127
+    weight = random_groups(24, 3, 32)
+    weight.codes[1] = 255
+    integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8).index_fill_(
+        0, torch.tensor(0), 127
+    )
     sums = integers.sum(2, dtype=torch.int32).numpy()
     rows = numba_step.Activations(None, None, integers.numpy(), torch.rand(5, 4).numpy(), sums)
-    parts = [part[None].numpy() for part in in_lanes(codes, scales, zeros)]
-    weights = numba_step.Weights(*parts, None)
+    weights = numba_step.Weights(*[part[None].numpy() for part in in_lanes(*weight)], None)
     add = njit(lambda *arguments: numba_lanes.add_pair(*arguments))
-    for ts in ((4,), (0, 2, 3, 3)):
-        for block, pair in ((0, 0), (2, 1)):
-            found, expected = np.ones((2, len(ts), 8), np.float32)
-            add(found, rows, weights, ts, 0, block, pair)
-            numba_lanes.add_pair(expected, rows, weights, ts, 0, block, pair)
-            np.testing.assert_array_equal(found, expected)
+    for ts, block, pair in (((4,), 0, 0), ((0, 2, 3, 3), 2, 1)):
+        found, expected = np.ones((2, len(ts), 8), np.float32)
+        add(found, rows, weights, ts, 0, block, pair)
+        numba_lanes.add_pair(expected, rows, weights, ts, 0, block, pair)
+        np.testing.assert_array_equal(found, expected)
 
 
 # measured: 0.017 and 0.132
