@@ -267,6 +267,5 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
 
 
 def test_a_kernel_is_compiled_again_when_any_file_that_it_is_made_of_changes():
-    """What vectors and prefetching are compiled to is not Python that numba would look at."""
     for form, file in ((numba_products.IN_8_BITS, "prefetch"), (numba_products.IN_4_BITS, "lanes")):
         assert f"numba_{file}.py" in str(numba_kernels.made_of(form.multiply.py_func, str))

@@ -135,9 +135,8 @@ def test_vectors_compute_what_python_says(has_avx2, monkeypatch):
     monkeypatch.setattr(numba_lanes, "HAS_AVX2", numba_lanes.HAS_AVX2 and has_avx2)
     weight = random_groups(24, 3, 32)
     weight.codes[1] = 255
-    integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8).index_fill_(
-        0, torch.tensor(0), 127
-    )
+    integers = torch.randint(-127, 128, (5, 4, 32), dtype=torch.int8)
+    integers[0] = 127
     sums = integers.sum(2, dtype=torch.int32).numpy()
     rows = numba_step.Activations(None, None, integers.numpy(), torch.rand(5, 4).numpy(), sums)
     weights = numba_step.Weights(*[part[None].numpy() for part in in_lanes(*weight)], None)
