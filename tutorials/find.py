@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,6 +28,10 @@ TEST = "test_found.py"
 HINTS = "HINTS.md"  # those that were asked for
 TEXTS = Path(__file__).with_name("finding")
 PYTEST = "[pytest]\npythonpath = .\naddopts = -p no:cacheprovider\n"  # the engine of the folder
+
+
+class Wrong(Exception):
+    """What is wrong with a test or a repair."""
 
 
 def new(folder: Path, case: Case) -> None:
@@ -85,67 +90,60 @@ def run_test(folder: Path) -> tuple[int, str]:
     return done.returncode, "\n".join(done.stdout.strip().splitlines()[-12:])
 
 
-def check_test(folder: Path, case: Case) -> tuple[bool, list[str]]:
+def check_test(folder: Path, case: Case) -> Iterator[str]:
     """Tries the test on the faulty engine, on the right one, and on other faults of the function."""
     (folder / "pytest.ini").write_text(PYTEST, encoding="utf-8")
     put(folder, case, case.faults[0])
     status, said = run_test(folder)
     if status > 1:
-        return False, ["your test does not run", said]
+        raise Wrong(f"your test does not run\n{said}")
     if status == 0:
-        return False, ["on the engine with the fault, your test passes: it must fail"]
-    lines = ["on the engine with the fault, your test fails: right"]
+        raise Wrong("on the engine with the fault, your test passes: it must fail")
+    yield "on the engine with the fault, your test fails: right"
     put(folder, case, None)
     status, said = run_test(folder)
     if status != 0:
-        return False, [*lines, "on the right engine, your test fails: it must pass", said]
-    lines.append("on the right engine, your test passes: right")
+        raise Wrong(f"on the right engine, your test fails: it must pass\n{said}")
+    yield "on the right engine, your test passes: right"
     found = 0
     for fault in case.faults[1:]:
         put(folder, case, fault)
         found += run_test(folder)[0] != 0
     others = len(case.faults) - 1
-    lines.append(f"your test also finds {found} of {others} other faults of this function")
+    yield f"your test also finds {found} of {others} other faults of this function"
     if found < others:
-        lines.append("what else does the function promise?")
-    return True, lines
+        yield "what else does the function promise?"
 
 
-def check_engine(folder: Path, case: Case) -> tuple[bool, list[str]]:
+def check_engine(folder: Path, case: Case) -> Iterator[str]:
     """Runs the test and the engine's own tests of the module on the student's engine."""
     status, said = run_test(folder)
     if status != 0:
-        return False, ["on your engine, your test fails: the fault is still there", said]
+        raise Wrong(f"on your engine, your test fails: the fault is still there\n{said}")
+    yield "on your engine, your test passes: right"
     milestone = Milestone(0, "find", "09", False, {}, [])
     job = job_of(milestone, folder, folder / "report") | {"tests": case.tests}
     result: Result = result_of(milestone, [], job, wait(start(job), job, LIMIT_OF_TESTS))
     num_passed, num_tests = len(result.passed), len(result.collected)
-    lines = [
-        "on your engine, your test passes: right",
-        f"the engine's tests of this module: {num_passed} of {num_tests} pass on your engine",
-    ]
+    yield f"the engine's tests of this module: {num_passed} of {num_tests} pass on your engine"
     if not result.is_right:
-        lines.append(f"first: {next(iter(result.problems.values()), result.broken)}")
-    return result.is_right, lines
+        raise Wrong(f"first: {next(iter(result.problems.values()), result.broken)}")
 
 
-def check(folder: Path) -> tuple[bool, list[str]]:
-    """Whether test and repair are right, and what to say."""
+def check(folder: Path) -> Iterator[str]:
+    """What to say of test and repair, one line after the other. Raises Wrong."""
     case = case_in(folder)
     if not (folder / TEST).is_file():
-        return False, [f"there is no {folder / TEST}: write a test that fails on this engine"]
+        raise Wrong(f"there is no {folder / TEST}: write a test that fails on this engine")
     with TemporaryDirectory() as place:
         target = Path(place).resolve()
         shutil.copytree(PACKAGE, target / "nanovllm", ignore=NOT_COPIED)
         shutil.copy(folder / TEST, target)
         shutil.copy(ROOT / "example.py", target)
-        is_right, lines = check_test(target, case)
-        if is_right:
-            shutil.rmtree(target / "nanovllm")
-            shutil.copytree(folder / "nanovllm", target / "nanovllm", ignore=NOT_COPIED)
-            is_right, more = check_engine(target, case)
-            lines += more
-    return is_right, lines
+        yield from check_test(target, case)
+        shutil.rmtree(target / "nanovllm")
+        shutil.copytree(folder / "nanovllm", target / "nanovllm", ignore=NOT_COPIED)
+        yield from check_engine(target, case)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,10 +170,14 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command == "hint":
         print(hint(args.folder))
         return 0
-    print("about a minute ...", flush=True)
-    is_right, lines = check(args.folder)
-    print("\n".join(lines))
-    return 0 if is_right else 1
+    print("six runs of your test, then the engine's tests ...", flush=True)
+    try:
+        for line in check(args.folder):
+            print(line, flush=True)
+    except Wrong as wrong:
+        print(wrong)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
