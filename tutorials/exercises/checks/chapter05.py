@@ -52,6 +52,9 @@ def check_1(answers) -> None:
         expect(said == right, f"{name} has {right:,} parameters, you say {said}")
 
 
+BEFORE_ATTENTION = ("input_layernorm", "q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+
+
 # --- another family ---
 @contextmanager
 def random_model(family: str, bias: float = 0.0) -> Iterator[tuple[Path, PreTrainedModel]]:
@@ -137,21 +140,19 @@ def check_rows(answers, ids, positions, num_layers: int, rows: list[int], right)
             computed[name] = computed.get(name, 0) + len(x)
             return super().linear(name, x)
 
+        def norm(self, name, x):
+            computed[name] = computed.get(name, 0) + len(x)
+            return super().norm(name, x)
+
     said = first_layers(Counting, num_layers).logits(ids, positions, texts, torch.tensor(rows))
     what = f"with {num_layers} layers, for rows {rows}"
     expect(said.shape == right.shape, f"{what} the logits have shape {list(said.shape)}")
     off = (said - right).abs().max().item()
     expect(off < 1e-3, f"{what} the logits are wrong by up to {off:.3f}")
     for name, num_rows in computed.items():
-        is_late = name.startswith(f"layers.{num_layers - 1}.") and name[-6:] not in (
-            "q_proj",
-            "k_proj",
-            "v_proj",
-        )
-        enough = len(rows) if is_late else 8
+        is_last = name.startswith(("norm", f"layers.{num_layers - 1}."))
+        enough = len(rows) if is_last and not name.endswith(BEFORE_ATTENTION) else 8
         expect(num_rows == enough, f"{what} {name} computes {num_rows} rows, {enough} are enough")
-    num_weights = 7 * num_layers
-    expect(
-        len(computed) == num_weights,
-        f"`linear` is called for {len(computed)} of {num_weights} weights",
-    )
+    num_weights = 11 * num_layers + 1
+    what = f"`linear` and `norm` are called for {len(computed)} of {num_weights} weights"
+    expect(len(computed) == num_weights, what)
