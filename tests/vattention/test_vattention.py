@@ -355,7 +355,7 @@ def tokens(outputs) -> list[list[list[int]]]:
 
 
 @pytest.mark.slow(but_every=6)
-@pytest.mark.parametrize("block_size", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
     """Chunks, scarce memory, shared prefixes, several samples and beams, one after the other."""

@@ -26,6 +26,8 @@ SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
     "vocab_size": 512,
 }
 FEW_EXPERTS = {"num_experts": 16, "moe_intermediate_size": 64}
