@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from tutorials.build import PACKAGE, ROOT, Result, job_of, result_of, start, wait
 from tutorials.building.milestones import Milestone
+from tutorials.exercises.checks.expect import Wrong, expect
 from tutorials.finding.cases import ANSWERS, NUMBERS, Case, case_of
 
 LIMIT = 600.0  # seconds of the student's test on one engine
@@ -28,10 +29,6 @@ TEST = "test_found.py"
 HINTS = "HINTS.md"  # those that were asked for
 TEXTS = Path(__file__).with_name("finding")
 PYTEST = "[pytest]\npythonpath = .\naddopts = -p no:cacheprovider\n"  # the engine of the folder
-
-
-class Wrong(Exception):
-    """What is wrong with a test or a repair."""
 
 
 def new(folder: Path, case: Case) -> None:
@@ -95,44 +92,39 @@ def check_test(folder: Path, case: Case) -> Iterator[str]:
     (folder / "pytest.ini").write_text(PYTEST, encoding="utf-8")
     put(folder, case, case.faults[0])
     status, said = run_test(folder)
-    if status > 1:
-        raise Wrong(f"your test does not run\n{said}")
-    if status == 0:
-        raise Wrong("on the engine with the fault, your test passes: it must fail")
+    expect(status <= 1, f"your test does not run\n{said}")
+    expect(status == 1, "on the engine with the fault, your test passes: it must fail")
     yield "on the engine with the fault, your test fails: right"
     put(folder, case, None)
     status, said = run_test(folder)
-    if status != 0:
-        raise Wrong(f"on the right engine, your test fails: it must pass\n{said}")
+    expect(status == 0, f"on the right engine, your test fails: it must pass\n{said}")
     yield "on the right engine, your test passes: right"
     found = 0
     for fault in case.faults[1:]:
         put(folder, case, fault)
         found += run_test(folder)[0] != 0
-    others = len(case.faults) - 1
-    yield f"your test also finds {found} of {others} other faults of this function"
+    yield f"your test also finds {found} of {len(case.faults) - 1} other faults of this function"
 
 
 def check_engine(folder: Path, case: Case) -> Iterator[str]:
     """Runs the test and the engine's own tests of the module on the student's engine."""
     status, said = run_test(folder)
-    if status != 0:
-        raise Wrong(f"on your engine, your test fails: the fault is still there\n{said}")
+    expect(status == 0, f"on your engine, your test fails: the fault is still there\n{said}")
     yield "on your engine, your test passes: right"
     milestone = Milestone(0, "find", "09", False, {}, [])
     job = job_of(milestone, folder, folder / "report") | {"tests": case.tests}
     result: Result = result_of(milestone, [], job, wait(start(job), job, LIMIT_OF_TESTS))
     num_passed, num_tests = len(result.passed), len(result.collected)
     yield f"the engine's tests of this module: {num_passed} of {num_tests} pass on your engine"
-    if not result.is_right:
-        raise Wrong(f"first: {next(iter(result.problems.values()), result.broken)}")
+    problem = next(iter(result.problems.values()), result.broken)
+    expect(result.is_right, f"first: {problem}")
 
 
 def check(folder: Path) -> Iterator[str]:
     """What to say of test and repair, one line after the other. Raises Wrong."""
     case = case_in(folder)
-    if not (folder / TEST).is_file():
-        raise Wrong(f"there is no {folder / TEST}: write a test that fails on this engine")
+    has_test = (folder / TEST).is_file()
+    expect(has_test, f"there is no {folder / TEST}: write a test that fails on this engine")
     with TemporaryDirectory() as place:
         target = Path(place).resolve()
         shutil.copytree(PACKAGE, target / "nanovllm", ignore=NOT_COPIED)
