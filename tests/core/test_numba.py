@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -204,6 +205,11 @@ def test_nothing_is_compiled_after_the_start():
 
 
 # --- what is kept on disk ---
+
+@pytest.fixture(autouse=True)
+def beside_its_file(monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")  # whatever NUMBA_CACHE_DIR says
+
 
 DOUBLE = "def double(x):\n    for i in range(len(x)):\n        x[i] *= 2\n"
 
