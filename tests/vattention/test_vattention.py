@@ -365,7 +365,7 @@ def test_the_tokens_are_those_of_paging_in_software(path, block_size, mode):
     answers = []
     for backend in ("torch", "vattention"):
         options = dict(attention_backend=backend, block_size=block_size, preemption_mode=mode)
-        options["swap_prefixes"] = mode == "swap"
+        options |= dict(swap_prefixes=mode == "swap", swap_gib=0.01)  # 4 GiB are millions of blocks
         num_blocks = 130 // block_size + 9
         llm = LLM(
             path,
