@@ -288,7 +288,7 @@ class FakeDraftModel(FakeRunner):
 def test_the_cache_of_a_draft_model_follows_whatever_happens(cls, scenario, right, k, seed):
     """With prefix caching, a block that was filled by a draft may lack its last token."""
     proposer = DraftModel(SpeculativeConfig(model="x", num_speculative_tokens=k))
-    _, block_size, *_, is_caching, _, _ = scenario
+    _, block_size, _, _, _, is_caching, *_ = scenario
     proposer.runner = FakeDraftModel(random.Random(seed), block_size, right, not is_caching)
     play(*scenario, cls=cls, proposer=proposer)
     assert proposer.runner is not None  # it has not failed
