@@ -206,6 +206,7 @@ def test_nothing_is_compiled_after_the_start():
 
 # --- what is kept on disk ---
 
+
 @pytest.fixture(autouse=True)
 def beside_its_file(monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")  # whatever NUMBA_CACHE_DIR says

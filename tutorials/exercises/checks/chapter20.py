@@ -79,7 +79,7 @@ def check_2(answers) -> None:
         found = unchanged(answers.count_mappings, tables, row_blocks)
         wanted = mappings_of(tables, row_blocks)
         case = f"tables {tables} in rows of {row_blocks} places"
-        expect(found == wanted, f"{case}: Linux has {wanted} mappings, you say {found}")
+        expect(found == wanted, f"{case}: Linux counts {wanted}, you say {found}")
 
 
 def random_table(rng: random.Random, row_blocks: int) -> Table:
