@@ -19,7 +19,7 @@ ROWS = 64  # that are multiplied before the next ones: they stay in the processo
 
 def are_fastest(dtype: torch.dtype) -> bool:
     """Whether tiles of any number of rows are as fast as oneDNN's products. With AVX2, they are
-    five times as fast in 16 bits. Processors with AVX-512 have products in 16 bits."""
+    five times as fast in bfloat16. Processors with AVX-512 have products in 16 bits."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
         return HAS_THREADS and dtype == torch.float32
